@@ -1,0 +1,67 @@
+"""Counter-based random numbers.
+
+A draw is a hash of (seed, what it is for, global index), so it does not depend on how tensors are placed, on
+the number of ranks, on recomputation or on what was drawn before. The mixer is splitmix64 (Steele, Lea &
+Flood 2014) in wrapping int64 arithmetic, the same on every device and torch version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
+_M1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_M2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+@dataclass(frozen=True)
+class Key:
+    """Identifies the draws of one call of a segment: 0-dim int64 tensors, so that one graph serves all."""
+
+    seed: Tensor
+    step: Tensor
+    layer: Tensor
+
+
+def mix(z: Tensor) -> Tensor:
+    """splitmix64's finaliser on int64 (any shape)."""
+    shift = torch.bitwise_right_shift  # `>>` on a DTensor returns its input unchanged
+    z = (z ^ (shift(z, 30) & 0x3FFFFFFFF)) * _M1
+    z = (z ^ (shift(z, 27) & 0x1FFFFFFFFF)) * _M2
+    return z ^ (shift(z, 31) & 0x1FFFFFFFF)
+
+
+def site_number(name: str) -> int:
+    """A stable 62-bit number for a name (a parameter's path, a dropout site)."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2
+
+
+def fold(state: Tensor, value: Tensor | int) -> Tensor:
+    """Mix another word into a hash state (broadcasts)."""
+    return mix((state ^ mix(torch.as_tensor(value, dtype=torch.int64, device=state.device) + _GAMMA)) + _GAMMA)
+
+
+def uniform(bits: Tensor) -> Tensor:
+    """Hash words -> float64 in (0, 1), from the upper 53 bits."""
+    return ((torch.bitwise_right_shift(bits, 11) & 0x1FFFFFFFFFFFFF).to(torch.float64) + 0.5) * 2.0**-53
+
+
+def normal(bits: Tensor) -> Tensor:
+    """Hash words -> standard normal float64 (Box-Muller)."""
+    u, v = uniform(bits), uniform(mix(bits + _GAMMA))
+    return torch.sqrt(-2.0 * torch.log(u)) * torch.cos(2.0 * math.pi * v)
+
+
+def keep_mask(key: Key, site: str, index: Tensor, rate: float) -> Tensor:
+    """Dropout's boolean mask: True (keep) with probability 1 - rate.
+
+    `index` (any shape, int64) must identify each element globally: sample, position, feature already mixed
+    by `fold`. The same element gets the same answer under every layout, schedule and recompute policy.
+    """
+    state = fold(fold(fold(key.seed, site_number(site)), key.step), key.layer)
+    return uniform(fold(state, index)) >= rate
