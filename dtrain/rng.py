@@ -41,9 +41,19 @@ def site_number(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2
 
 
+def _mix_int(z: int) -> int:
+    """`mix` on a Python integer, as int64."""
+    mask = (1 << 64) - 1
+    z = ((z ^ ((z & mask) >> 30)) * (_M1 & mask)) & mask
+    z = ((z ^ (z >> 27)) * (_M2 & mask)) & mask
+    z ^= z >> 31
+    return z - (1 << 64) if z >= 1 << 63 else z
+
+
 def fold(state: Tensor, value: Tensor | int) -> Tensor:
     """Mix another word into a hash state (broadcasts)."""
-    return mix((state ^ mix(torch.as_tensor(value, dtype=torch.int64, device=state.device) + _GAMMA)) + _GAMMA)
+    word = _mix_int((value + _GAMMA) & ((1 << 64) - 1)) if isinstance(value, int) else mix(value + _GAMMA)
+    return mix((state ^ word) + _GAMMA)
 
 
 def uniform(bits: Tensor) -> Tensor:
