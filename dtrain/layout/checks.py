@@ -1,0 +1,252 @@
+"""Checks of numbers: what a run asks, stages and layers, divisibility; and checks of the machine."""
+
+from __future__ import annotations
+
+import glob
+import math
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+from dtrain import hardware
+from dtrain.axes import ParamTree
+from dtrain.layout.derived import data_parallel, family, lengths, stages
+from dtrain.layout.errors import at, divisors, fail, listed, show_dims
+from dtrain.layout.reader import show
+from dtrain.layout.schema import Layout, Run
+
+
+def check_run(layout: Layout) -> None:
+    optim, run, data, kernel = layout.optim, layout.run, layout.data, layout.kernels.attention
+    length = optim.length or run.steps
+    if optim.warmup > length:
+        fail(layout, "optim.warmup", f"{optim.warmup}; must be at most the schedule's length, {length} steps")
+    if optim.schedule == "wsd" and not optim.decay:
+        fail(layout, "optim.schedule", "wsd; needs optim.decay, the steps of its final fall")
+    if optim.schedule != "wsd" and optim.decay:
+        fail(layout, "optim.decay", f"{optim.decay}; is for schedule: wsd only, not {optim.schedule}")
+    if optim.warmup + optim.decay > length:
+        fail(
+            layout,
+            "optim.decay",
+            f"{optim.decay}; warmup {optim.warmup} + decay may take at most the schedule's length, {length}",
+        )
+    if optim.min_lr > optim.lr:
+        fail(layout, "optim.min_lr", f"{optim.min_lr:g}; must be at most optim.lr ({optim.lr:g})")
+    if run.loss_scale is not None and run.precision != "fp16":
+        fail(layout, "run.loss_scale", f"is for precision: fp16 only, not {run.precision}; remove it")
+    if run.loss_scale is not None and not run.loss_scale.least <= run.loss_scale.start <= run.loss_scale.most:
+        fail(layout, "run.loss_scale.start", f"{run.loss_scale.start:g}; must lie between least and most")
+    peak = hardware.GPUS[layout.cluster.gpu].peak
+    if peak and run.precision not in peak:
+        have = [p for p in get_args(Run.model_fields["precision"].annotation) if p in peak]
+        fail(layout, "run.precision", f"{run.precision}; {layout.cluster.gpu} computes in {', '.join(have)}")
+    if run.profile is not None:
+        first, last = run.profile.steps
+        if first > last or last > run.steps:
+            fail(
+                layout,
+                "run.profile.steps",
+                f"[{first}, {last}]; must be [first, last] within run.steps ({run.steps})",
+            )
+        if max(run.profile.ranks, default=0) >= layout.world:
+            fail(layout, "run.profile.ranks", f"{show(run.profile.ranks)}; ranks are 0 to {layout.world - 1}")
+    if run.eval_every is not None and data.validation.fraction == 0:
+        fail(layout, "run.eval_every", f"{run.eval_every}; needs data.validation.fraction above 0")
+    if data.source in ("text", "jsonl") and not data.path:
+        fail(layout, "data.source", f"{data.source}; needs data.path: a file, a list of files or a glob")
+    if data.source not in ("text", "jsonl") and data.path:
+        fail(
+            layout,
+            "data.path",
+            f"{show(data.path)}; source {data.source} reads no files; use source: text or jsonl",
+        )
+    if kernel == "flash" and run.precision in ("fp32", "fp64") and layout.cluster.gpu != "cpu":
+        fail(
+            layout, "kernels.attention", f"flash; runs in bf16 or fp16, not {run.precision}; use auto or math"
+        )
+
+
+def check_pipeline(layout: Layout, cfg: Any) -> None:
+    pipe, pp, n = layout.pipeline, layout.sizes["pp"], cfg.layers
+    count = stages(layout)
+    chunks = pipe.chunks or 1
+    if pipe.schedule == "interleaved" and chunks < 2:
+        fail(
+            layout,
+            "pipeline.chunks",
+            f"{chunks}; interleaved needs at least 2; with one chunk it is schedule: 1f1b",
+        )
+    if pipe.schedule != "interleaved" and chunks != (wanted := 2 if pipe.schedule == "zbv" else 1):
+        fail(
+            layout,
+            "pipeline.chunks",
+            f"{chunks}; {pipe.schedule} has {wanted}; only interleaved leaves the choice",
+        )
+    if pipe.layers_per_stage is not None:
+        parts = pipe.layers_per_stage
+        if len(parts) != count or sum(parts) != n:
+            fail(
+                layout,
+                "pipeline.layers_per_stage",
+                f"{show(parts)}; must be {count} numbers (pp {pp} x chunks {chunks}) that add up to "
+                f"the model's {n} layers, not {len(parts)} that add up to {sum(parts)}",
+            )
+        return
+    where = "pipeline.chunks" if chunks > 1 else "mesh.pp.size" if pp > 1 else "model"
+    if count > n:
+        fail(
+            layout,
+            where,
+            f"{count} stages (pp {pp} x chunks {chunks}), but the model has {n} layers; use at most {n}",
+        )
+    if n % count:
+        base, more = divmod(n, count)
+        example = [base + (count - more <= i) for i in range(count)]
+        fail(
+            layout,
+            where,
+            f"{count} stages (pp {pp} x chunks {chunks}) do not divide the model's {n} layers; use "
+            f"{listed(divisors(n))} stages, or pipeline: {{layers_per_stage: {show(example)}}}",
+        )
+
+
+def check_sizes(layout: Layout, tree: ParamTree) -> None:
+    data, sizes, compute, length = layout.data, layout.sizes, layout.shard.compute, lengths(tree)
+
+    def degree(axis: str) -> int:
+        return math.prod(sizes[d] for d in compute.get(axis, ()))
+
+    def fault(axis: str, value: int, divisor: int) -> NoReturn:
+        fail(
+            layout,
+            f"shard.compute.{axis}",
+            f"{show_dims(compute[axis])}; {_noun(axis)} ({value}) must be divisible by "
+            f"{_degree(layout, compute[axis])} = {divisor}; legal: {listed(divisors(value))}",
+        )
+
+    for axis in ("heads", "mlp"):
+        if axis in length and length[axis] % degree(axis):
+            fault(axis, length[axis], degree(axis))
+    if "kv_heads" in length:
+        kv, n = length["kv_heads"], degree("kv_heads")
+        if kv % n and n % kv:
+            heads = [d for d in divisors(length["heads"]) if kv % d == 0 or d % kv == 0]
+            fail(
+                layout,
+                "shard.compute.kv_heads",
+                f"{show_dims(compute['kv_heads'])}; {_degree(layout, compute['kv_heads'])} = {n} must divide "
+                f"the model's {kv} kv_heads or be a multiple of them; legal: {listed(heads)}",
+            )
+    spread = math.prod(sizes[d] for d in dict.fromkeys(compute.get("seq", ()) + compute.get("res_seq", ())))
+    if data.seq % spread:
+        low = data.seq // spread * spread
+        cut = dict.fromkeys(compute.get("seq", ()) + compute.get("res_seq", ()))
+        nearby = [n for n in (low, low + spread) if n > 0]
+        fail(
+            layout,
+            "data.seq",
+            f"{data.seq}; must be divisible by {_degree(layout, cut)} = {spread}; "
+            f"use {listed(nearby, ' or ')}",
+        )
+    if "positions" in length and data.seq > length["positions"]:
+        fail(
+            layout, "data.seq", f"{data.seq}; the model has {length['positions']} positions; use at most that"
+        )
+
+    replicas = data_parallel(layout)
+    unit = replicas * data.microbatch
+    dims = compute.get("batch", ())
+    spread_over = f"{_degree(layout, dims)} = {replicas} replicas" if replicas > 1 else "1 replica"
+    if data.batch % replicas:
+        low = data.batch // replicas * replicas
+        nearby = [n for n in (low, low + replicas) if n > 0]
+        legal = listed(nearby, " or ")
+        fail(layout, "data.batch", f"{data.batch}; must be divisible by {spread_over}; use {legal}")
+    if data.batch % unit:
+        each = data.batch // replicas
+        fail(
+            layout,
+            "data.microbatch",
+            f"{data.microbatch}; must divide the {each} sequences of each replica (data.batch {data.batch} "
+            f"over {spread_over}); use {listed(divisors(each))}",
+        )
+
+    if "vocab" not in length:
+        return
+    padding, n = layout.model.vocab_pad, degree("vocab")
+    if padding != "auto":
+        if padding < length["vocab"]:
+            fail(
+                layout,
+                "model.vocab_pad",
+                f"{padding}; must be at least the vocabulary, {length['vocab']}; or auto",
+            )
+        if padding % n:
+            up = -(-padding // n) * n
+            fail(
+                layout,
+                "model.vocab_pad",
+                f"{padding}; must be divisible by {_degree(layout, compute['vocab'])}; use {up} or auto",
+            )
+
+
+def _noun(axis: str) -> str:
+    return {"heads": "the model's heads", "mlp": "the model's mlp"}.get(axis, axis)
+
+
+def _degree(layout: Layout, dims: Iterable[str]) -> str:
+    return " x ".join(f"{d} {layout.sizes[d]}" for d in dims)
+
+
+def check_place(layout: Layout) -> list[str]:
+    """What this machine lacks for the layout, a line each: errors for `run`, notes for `plan`.
+
+    Looks at the GPUs, the data files and the disk of the node it is called on; starts nothing.
+    """
+    import torch
+
+    cluster, data, found = layout.cluster, layout.data, []
+    if cluster.gpu != "cpu":
+        have = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if have < cluster.gpus_per_node:
+            found.append(
+                f"{at(layout, 'cluster.gpus_per_node')}: cluster.gpus_per_node: {cluster.gpus_per_node}; "
+                f"this machine has {have} GPUs"
+            )
+    for path in data.path:
+        if not glob.glob(path, recursive=True):
+            found.append(
+                f"{at(layout, 'data.path')}: data.path: {path!r}; matches no file from {os.getcwd()}"
+            )
+    folder = Path(layout.run.folder or ".").absolute()
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        found.append(
+            f"{at(layout, 'run.folder')}: run.folder: {layout.run.folder!r}; {folder} cannot be written to"
+        )
+    else:
+        need, free = _checkpoint_bytes(layout), shutil.disk_usage(folder).free
+        if need > free:
+            found.append(
+                f"{at(layout, 'run.folder')}: run.folder: {layout.run.folder!r}; a checkpoint takes "
+                f"{need / 2**30:.1f} GiB and {folder} has {free / 2**30:.1f} GiB free"
+            )
+    return found
+
+
+def _checkpoint_bytes(layout: Layout) -> int:
+    """Master weights and two moments, in fp32 (fp64 under fp64)."""
+    module, cfg = family(layout)
+    tree = module.params(cfg)
+    times = {"block": cfg.layers}
+    count: int = sum(
+        math.prod(p.shape) * times.get(s, 1)
+        for s, params in tree.items()
+        for p in params.values()
+        if not p.tied_to
+    )
+    return count * 3 * (8 if layout.run.precision == "fp64" else 4)

@@ -1,0 +1,259 @@
+"""The schema of a layout: sections of known keys with strict types, all frozen.
+
+`layouts/README.md` is the reference of every key; a test holds it to this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    PrivateAttr,
+)
+
+from dtrain import hardware
+from dtrain.axes import AXES, DIMS
+from dtrain.hardware import LINKS, nearest
+from dtrain.layout.reader import Where
+
+# Checks of where a dim runs; `allow: [...]` silences one by name.
+CHECKS = ("tp-across-nodes", "link-leaves-domain", "spans-two-levels", "slow-inside-fast")
+
+
+class Section(BaseModel):
+    """A mapping of known keys with strict types: no text for numbers, no 1e3 for a whole number."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def _one_or_many(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value if isinstance(value, tuple) else (value,)
+
+
+def _list(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _known(options: Iterable[str]) -> Callable[[str], str]:
+    def check(word: str) -> str:
+        if word not in options:
+            raise ValueError(f"must be one of {', '.join(options)}{nearest(word, options)}")
+        return word
+
+    return check
+
+
+def _once(words: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(words)) < len(words):
+        raise ValueError("names a dim twice; a dim is spent once")
+    return words
+
+
+def _gpu(name: str) -> str:
+    return hardware.gpu(name).name
+
+
+def _link(value: object) -> object:
+    return value if isinstance(value, (dict, BaseModel)) else {"rate": value}
+
+
+def _vocab_pad(value: object) -> object:
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    raise ValueError("must be auto or a whole number of at least 1")
+
+
+Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Below1 = Annotated[float, Field(ge=0, lt=1)]
+Dim = Annotated[str, AfterValidator(_known(DIMS))]
+Axis = Annotated[str, AfterValidator(_known(AXES))]
+LinkName = Annotated[str, AfterValidator(_known(LINKS))]
+DimList = Annotated[tuple[Dim, ...], BeforeValidator(_one_or_many), AfterValidator(_once)]
+Table: TypeAlias = dict[Axis, DimList]
+
+
+class Link(Section):
+    """`rate` in bytes/s, one direction: of each GPU, or of each of the `per_node` NICs that GPUs share."""
+
+    rate: Annotated[float, PlainValidator(hardware.parse_rate)]
+    per_node: Count | None = None
+
+
+class Cluster(Section):
+    nodes: Count = 1
+    gpus_per_node: Count = 1
+    gpu: Annotated[str, AfterValidator(_gpu)] = "cpu"
+    links: dict[LinkName, Annotated[Link, BeforeValidator(_link)]] = {}
+    nvlink_domain: Count | None = None
+
+
+class MeshDim(Section):
+    size: Count
+    link: Annotated[
+        tuple[LinkName, ...] | None,
+        BeforeValidator(lambda v: None if v is None else _one_or_many(v)),
+        Field(min_length=1, max_length=2),
+    ] = None
+
+
+class Shard(Section):
+    params: Table = {}
+    compute: Table = {}
+    optimizer: Table = {}
+    grads: Table | None = None
+
+
+class Unshard(Section):
+    keep: Literal["step", "forward", "use"] = "use"
+
+
+class Pipeline(Section):
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"] = "1f1b"
+    chunks: Count | None = None
+    layers_per_stage: Annotated[tuple[Count, ...] | None, BeforeValidator(_list)] = None
+
+
+class Model(Section):
+    preset: str | None = None
+    family: str | None = None
+    file: str | None = None
+    vocab_pad: Annotated[int | Literal["auto"], PlainValidator(_vocab_pad)] = "auto"
+    fields: dict[str, Any] = {}  # every other key of the section: the family's own sizes
+
+
+class Optim(Section):
+    name: Literal["adamw"] = "adamw"
+    lr: Positive = 3e-4
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    warmup: Whole = 0
+    decay: Whole = 0
+    length: Count | None = None
+    min_lr: NotNegative = 0.0
+    weight_decay: NotNegative = 0.1
+    clip: Positive | None = 1.0
+    beta1: Below1 = 0.9
+    beta2: Below1 = 0.95
+    eps: Positive = 1e-8
+
+
+class Validation(Section):
+    fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.05
+    batches: Count = 4
+
+
+class Data(Section):
+    source: Literal["stdlib", "synthetic", "text", "jsonl"] = "stdlib"
+    path: Annotated[tuple[str, ...], BeforeValidator(_one_or_many)] = ()
+    seq: Annotated[int, Field(ge=2)]
+    batch: Count
+    microbatch: Count = 1
+    validation: Validation = Validation()
+    tokenizer: Literal["bytes"] = "bytes"
+
+
+class LossScale(Section):
+    start: Positive = 65536.0
+    growth: Annotated[float, Field(gt=1)] = 2.0
+    backoff: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    every: Count = 2000
+    least: Positive = 1.0
+    most: Positive = 16777216.0
+
+
+class Profile(Section):
+    steps: Annotated[tuple[Count, Count], BeforeValidator(_list)]
+    ranks: Annotated[tuple[Whole, ...], BeforeValidator(_one_or_many)] = (0,)
+
+
+class Timeouts(Section):
+    start: Positive = 1800.0
+    step: Positive = 600.0
+    save: Positive = 1800.0
+
+
+class Run(Section):
+    steps: Count
+    seed: Whole = 0
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    loss_scale: LossScale | None = None
+    remat: Literal["none", "selective", "full"] = "selective"
+    compile: Literal["on", "off", "auto"] = "auto"
+    save_every: Count | None = None
+    eval_every: Count | None = None
+    log_every: Count = 1
+    folder: str | None = None
+    profile: Profile | None = None
+    timeouts: Timeouts = Timeouts()
+    deterministic: bool = False
+
+
+class Kernels(Section):
+    attention: Literal["auto", "flash", "math"] = "auto"
+
+
+class Layout(Section):
+    """A whole layout. What the YAML leaves open is filled in by `loads`: the GPU's links, each dim's links,
+    `shard.grads`, `pipeline.chunks`, `optim.length`, `run.folder`, `run.loss_scale`."""
+
+    cluster: Cluster = Cluster()
+    mesh: dict[Dim, MeshDim] = {}
+    shard: Shard = Shard()
+    unshard: Unshard = Unshard()
+    pipeline: Pipeline = Pipeline()
+    model: Model
+    optim: Optim = Optim()
+    data: Data
+    run: Run
+    kernels: Kernels = Kernels()
+    allow: Annotated[
+        tuple[Annotated[str, AfterValidator(_known(CHECKS))], ...], BeforeValidator(_one_or_many)
+    ] = ()
+    _where: Where = PrivateAttr(default_factory=lambda: {"": "layout"})
+    _folder: str = PrivateAttr(default="")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of every dim, 1 where the mesh does not have it."""
+        return {dim: self.mesh[dim].size if dim in self.mesh else 1 for dim in DIMS}
+
+    @property
+    def world(self) -> int:
+        """Ranks: one a GPU."""
+        return self.cluster.nodes * self.cluster.gpus_per_node
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The section class inside an annotation such as `Link | None` or `dict[str, Link]`."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    found = [section_of(a) for a in get_args(annotation)]
+    return next((s for s in found if s is not None), None)
+
+
+def is_table(annotation: Any) -> bool:
+    """Whether the user chooses the keys under this annotation."""
+    return get_origin(annotation) is dict or any(is_table(a) for a in get_args(annotation))
+
+
+def schema_keys(section: type[Section] = Layout, prefix: str = "") -> Iterator[str]:
+    """Every key of the schema, dotted; `mesh.<dim>.size` where a name is the user's to choose."""
+    names = {"mesh": "dim", "cluster.links": "link"}
+    for key, info in section.model_fields.items():
+        path = prefix + key
+        if path == "model.fields":
+            yield "model.<field>"
+            continue
+        yield path
+        inner = section_of(info.annotation)
+        if inner is not None:
+            yield from schema_keys(inner, f"{path}.<{names[path]}>." if path in names else f"{path}.")

@@ -1,0 +1,322 @@
+"""Ranks, coordinates and groups: pure arithmetic, and the three worlds a program can live in.
+
+- a *fake* world of any size, without processes, where programs are lowered;
+- a *simulated* world, every rank a thread of this process, for tests and `dtrain verify`;
+- the *real* one, over gloo or NCCL.
+
+Groups are named, and graphs carry the names: `tp`; `dp.fsdp` (both dims at once); `tp%2` (blocks of two
+neighbours along tp, which share a KV head); `pp@0+3` (the pipeline coordinates 0 and 3, for tied parameters);
+`world`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtrain.torch_private import isolated_threads, join_fake_world, register_group, unregister_group
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of the mesh dims, outermost first: this order is the rank order (the last varies fastest)."""
+
+    sizes: tuple[tuple[str, int], ...]
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        return tuple(d for d, _ in self.sizes)
+
+    @property
+    def world(self) -> int:
+        n = 1
+        for _, size in self.sizes:
+            n *= size
+        return n
+
+    def size(self, dim: str) -> int:
+        """Ranks along `dim`; 1 for a dim that the mesh does not have."""
+        return dict(self.sizes).get(dim, 1)
+
+    def product(self, dims: Iterable[str]) -> int:
+        n = 1
+        for d in dims:
+            n *= self.size(d)
+        return n
+
+    def ordered(self, dims: Iterable[str]) -> tuple[str, ...]:
+        """The given dims in mesh order, without those of size 1."""
+        wanted = set(dims)
+        return tuple(d for d, n in self.sizes if d in wanted and n > 1)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank is on each dim."""
+        out: dict[str, int] = {}
+        for dim, size in reversed(self.sizes):
+            rank, out[dim] = divmod(rank, size)
+        return out
+
+    def rank(self, at: Mapping[str, int]) -> int:
+        """The rank at the given coordinates (0 where not given)."""
+        r = 0
+        for dim, size in self.sizes:
+            r = r * size + at.get(dim, 0)
+        return r
+
+
+def flat_index(mesh: Mesh, dims: Sequence[str], at: Mapping[str, int]) -> int:
+    """The index along several dims at once, the first varying slowest."""
+    i = 0
+    for d in dims:
+        i = i * mesh.size(d) + at.get(d, 0)
+    return i
+
+
+def group_ranks(mesh: Mesh, name: str, rank: int) -> tuple[int, ...]:
+    """The members of the group `name` that `rank` belongs to, in order; empty if it belongs to none."""
+    if name == "world":
+        return tuple(range(mesh.world))
+    at = mesh.coordinates(rank)
+    if "@" in name:
+        dim, places = name.split("@")
+        members = [int(p) for p in places.split("+")]
+        return tuple(mesh.rank({**at, dim: p}) for p in members) if at[dim] in members else ()
+    if "%" in name:
+        dim, block = name.split("%")
+        first = at[dim] // int(block) * int(block)
+        return tuple(mesh.rank({**at, dim: first + i}) for i in range(int(block)))
+    dims = name.split(".")
+    spans = [range(mesh.size(d)) for d in dims]
+    return tuple(mesh.rank({**at, **dict(zip(dims, place, strict=True))}) for place in itertools.product(*spans))
+
+
+def group_size(mesh: Mesh, name: str) -> int:
+    """How many ranks the groups called `name` have."""
+    if "@" in name:
+        return len(name.split("@")[1].split("+"))
+    return len(group_ranks(mesh, name, 0))
+
+
+def all_groups(mesh: Mesh, name: str) -> list[tuple[int, ...]]:
+    """Every group called `name`, each once."""
+    return [g for g in dict.fromkeys(group_ranks(mesh, name, r) for r in range(mesh.world)) if g]
+
+
+# --------------------------------------------------------------------------------------------- fake world
+
+
+@contextmanager
+def fake_mesh(mesh: Mesh, dims: tuple[str, ...], rank: int = 0) -> Iterator[DeviceMesh | None]:
+    """A DeviceMesh of `dims` without processes, for tracing; None when there is no dim."""
+    if not dims:
+        yield None
+        return
+    if dist.is_initialized():
+        raise RuntimeError("programs are lowered before the process joins a world")
+    shape = tuple(mesh.size(d) for d in dims)
+    world = Mesh(tuple(zip(dims, shape, strict=True))).world
+    join_fake_world(world, rank)
+    try:
+        yield DeviceMesh("cpu", torch.arange(world).view(shape), mesh_dim_names=dims)
+    finally:
+        dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------------------- simulated world
+
+
+class _Meeting:
+    """Where the threads of one group exchange tensors."""
+
+    def __init__(self, members: int, abort: threading.Event) -> None:
+        self.members, self.abort = members, abort
+        self.ready = threading.Condition()
+        self.slots: dict[int, dict[int, Any]] = {}
+        self.results: dict[int, Any] = {}
+        self.taken: dict[int, int] = {}
+
+    def exchange(self, turn: int, index: int, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        with self.ready:
+            slot = self.slots.setdefault(turn, {})
+            slot[index] = value
+            if len(slot) == self.members:
+                self.results[turn] = combine([slot[i] for i in range(self.members)])
+                self.ready.notify_all()
+            while turn not in self.results:
+                if self.abort.is_set():
+                    raise SimulationStopped
+                self.ready.wait(timeout=1.0)
+            result = self.results[turn]
+            self.taken[turn] = self.taken.get(turn, 0) + 1
+            if self.taken[turn] == self.members:
+                del self.slots[turn], self.results[turn], self.taken[turn]
+            return result
+
+
+class SimulationStopped(RuntimeError):
+    """Another simulated rank failed; this one stops too."""
+
+
+class _Done(dist.Work):
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+class _Received(dist.Work):
+    def __init__(self, take: Callable[[], None]) -> None:
+        super().__init__()
+        self.take = take
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.take()
+        return True
+
+
+class SimulatedGroup(dist.ProcessGroup):
+    """One rank's end of a process group whose members are threads. Reductions go in rank order.
+
+    torch 2.11 and 2.13 call the gather and the reduce-scatter by different names; both are here.
+    """
+
+    def __init__(self, index: int, meeting: _Meeting, mail: dict[tuple[int, int], deque[Tensor]]) -> None:
+        super().__init__(index, meeting.members)
+        self.index, self.meeting, self.mail = index, meeting, mail
+        self.turn = 0
+
+    def size(self) -> int:
+        return self.meeting.members
+
+    def getBackendName(self) -> str:  # noqa: N802  (torch's name)
+        return "simulated"
+
+    def _exchange(self, x: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        self.turn += 1
+        result: Tensor = self.meeting.exchange(self.turn, self.index, x.clone(), combine)
+        return result
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        combine = _maximum if opts is not None and opts.reduceOp == dist.ReduceOp.MAX else _total
+        for x in tensors:
+            x.copy_(self._exchange(x, combine))
+        return _Done()
+
+    def allgather_into_tensor_coalesced(self, outs: list[Tensor], ins: list[Tensor], opts: Any = None) -> dist.Work:
+        for out, x in zip(outs, ins, strict=True):
+            out.copy_(self._exchange(x, torch.cat))
+        return _Done()
+
+    def reduce_scatter_tensor_coalesced(self, outs: list[Tensor], ins: list[Tensor], opts: Any = None) -> dist.Work:
+        for out, x in zip(outs, ins, strict=True):
+            out.copy_(self._exchange(x, _total).chunk(self.size())[self.index])
+        return _Done()
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> dist.Work:
+        with self.meeting.ready:
+            self.mail.setdefault((self.index, dst), deque()).append(tensors[0].clone())
+            self.meeting.ready.notify_all()
+        return _Done()
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> dist.Work:
+        def take() -> None:
+            with self.meeting.ready:
+                while not self.mail.get((src, self.index)):
+                    if self.meeting.abort.is_set():
+                        raise SimulationStopped
+                    self.meeting.ready.wait(timeout=1.0)
+                sent = self.mail[src, self.index].popleft()
+            if sent.shape != tensors[0].shape or sent.dtype != tensors[0].dtype:
+                raise RuntimeError(f"received {tuple(sent.shape)} {sent.dtype}, expected {tuple(tensors[0].shape)}")
+            tensors[0].copy_(sent)
+
+        return _Received(take)
+
+
+def _total(parts: list[Tensor]) -> Tensor:
+    out = parts[0].clone()
+    for x in parts[1:]:
+        out += x
+    return out
+
+
+def _maximum(parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts).amax(0)
+
+
+Groups = Mapping[str, Any]
+
+
+def simulate(mesh: Mesh, names: Iterable[str], work: Callable[[int, Groups], T]) -> list[T]:
+    """Run `work(rank, groups)` on every rank of the mesh, each a thread, and return the results in rank order.
+
+    The first failure stops all ranks and is raised here.
+    """
+    abort = threading.Event()
+    meetings: dict[tuple[str, tuple[int, ...]], tuple[_Meeting, dict[tuple[int, int], deque[Tensor]]]] = {}
+    for name in names:
+        for members in all_groups(mesh, name):
+            meetings[name, members] = (_Meeting(len(members), abort), {})
+    results: dict[int, T] = {}
+    failures: list[tuple[int, BaseException]] = []
+
+    def run(rank: int) -> None:
+        groups: dict[str, Any] = {}
+        try:
+            for name in names:
+                members = group_ranks(mesh, name, rank)
+                if members:
+                    groups[name] = SimulatedGroup(members.index(rank), *meetings[name, members])
+                    register_group(name, groups[name])
+            with torch.no_grad():
+                results[rank] = work(rank, groups)
+        except SimulationStopped:
+            pass
+        except BaseException as e:
+            failures.append((rank, e))
+            abort.set()
+        finally:
+            for name in groups:
+                unregister_group(name)
+
+    with isolated_threads():
+        threads = [threading.Thread(target=run, args=(r,), name=f"rank {r}") for r in range(mesh.world)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    if failures:
+        raise failures[0][1]
+    return [results[r] for r in range(mesh.world)]
+
+
+# --------------------------------------------------------------------------------------------- real world
+
+
+def join(mesh: Mesh, names: Iterable[str], rank: int, backend: str, timeout: float) -> Groups:
+    """Create this rank's groups over the initialised process group and let graphs use their names.
+
+    Every rank must call it with the same names in the same order. `timeout` is in seconds.
+    """
+    groups: dict[str, Any] = {}
+    for name in names:
+        for members in all_groups(mesh, name):
+            group = dist.new_group(list(members), backend=backend, timeout=timedelta(seconds=timeout))
+            if rank in members:
+                groups[name] = group
+                register_group(name, group)
+    return groups

@@ -1,0 +1,105 @@
+"""Everything that can be derived from a Layout without a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from dtrain import layout as layouts
+from dtrain.axes import inherit
+from dtrain.layout import Layout
+from dtrain.mesh import Mesh
+from dtrain.program.lower import Job, store_tree
+from dtrain.program.schedule import Action, actions, compute_order, coordinate_of, forward_only, unit_ranges
+from dtrain.storage import Stored
+
+PRECISION = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`job` is what gets lowered; `train` and `evaluate` are the action lists and `units` the model's units by
+    pipeline coordinate; `replicas` how many ways the batch is cut, `microbatches` into how many pieces each
+    replica's part is."""
+
+    layout: Layout
+    job: Job
+    train: tuple[tuple[Action, ...], ...]
+    evaluate: tuple[tuple[Action, ...], ...]
+    units: tuple[tuple[int, ...], ...]
+    replicas: int
+    microbatches: int
+
+    @property
+    def data_dims(self) -> tuple[str, ...]:
+        """Mesh dims that cut the batch."""
+        return self.job.mesh.ordered(inherit(self.job.compute).get("batch", ()))
+
+
+def plan(layout: Layout) -> Plan:
+    """Derive the job and the action lists. Raises LayoutError, ModelError or AxesError."""
+    module, config = layouts.family(layout)
+    mesh = Mesh(tuple((dim, d.size) for dim, d in layout.mesh.items()))
+    pp = mesh.size("pp")
+    chunks = layout.pipeline.chunks if layout.pipeline.schedule == "interleaved" else 1
+    microbatches = layouts.microbatches(layout)
+    stages = unit_ranges(layouts.stage_layers(layout))
+    owner = coordinate_of(layout.pipeline.schedule, pp, chunks)
+    units = tuple(tuple(u for s, o in zip(stages, owner, strict=True) if o == c for u in s) for c in range(pp))
+
+    tree = module.params(config)
+    tied = any(p.tied_to for table in tree.values() for p in table.values())
+    ends = (owner[0], owner[-1])
+    dtype = PRECISION[layout.run.precision]
+    job = Job(
+        module=module,
+        config=config,
+        layers=config.layers,
+        mesh=mesh,
+        compute=_without_layers(layout.shard.compute),
+        params=_without_layers(layout.shard.params),
+        optimizer=layout.shard.optimizer,
+        grads=_without_layers(layout.shard.grads or {}),
+        pad=layouts.pad(layout),
+        batch=layout.data.microbatch,
+        seq=layout.data.seq,
+        dtype=dtype,
+        master=torch.float64 if dtype == torch.float64 else torch.float32,
+        remat=layout.run.remat,
+        tied_across=ends if tied and ends[0] != ends[1] else None,
+    )
+    order = compute_order(layout.pipeline.schedule, pp, chunks, microbatches)
+    gathered = _units_where(job, lambda s: s.rest > 0)
+    lists = actions(
+        order,
+        stages,
+        owner,
+        keep=layout.unshard.keep,
+        gathered=gathered,
+        reduce_each=_units_where(job, lambda s: s.grads > 0),
+        tied=[(0, config.layers + 1)] if tied else [],
+    )
+    evaluate = forward_only(stages, owner, 1, keep=layout.unshard.keep, gathered=gathered)
+    return Plan(
+        layout,
+        job,
+        tuple(tuple(a) for a in lists),
+        tuple(tuple(a) for a in evaluate),
+        units,
+        layouts.data_parallel(layout),
+        microbatches,
+    )
+
+
+def _without_layers(rules: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """No tensor has the axis `layers`: it places segments on stages."""
+    return {axis: dims for axis, dims in rules.items() if axis != "layers"}
+
+
+def _units_where(job: Job, true: Callable[[Stored], bool]) -> set[int]:
+    """Units with a parameter of which `true` holds."""
+    tree = store_tree(job)
+    members = {"embed": [0], "block": list(range(1, job.layers + 1)), "head": [job.layers + 1]}
+    return {u for name, units in members.items() if any(map(true, tree[name].values())) for u in units}

@@ -1,0 +1,421 @@
+"""A model under a layout -> a Program: a few flat graphs of local tensor operations and functional collectives.
+
+Each segment (embed, block, head) is traced once, forward and backward together, on fake tensors, and the joint
+graph is cut into what the action list runs:
+
+    unshard                 shards at rest -> local parameters           (UNSHARD)
+    forward                 local parameters, x, batch -> y, saved       (F)
+    backward                -> gradient of x, local partial gradients    (B), or its two halves (I and W)
+    reduce_early, reduce    accumulators -> optimizer shards             (REDUCE, a microbatch's and the step's)
+    publish                 updated optimizer shards -> shards at rest   (the end of UPDATE)
+
+Rank coordinates, layer, step and seed are inputs, and groups are named after their dims, so the text of every
+graph is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from dtrain import storage
+from dtrain.axes import ALONE, On, Param, ParamTree, Rules, inherit, padded, parse, split
+from dtrain.mesh import Mesh, fake_mesh
+from dtrain.program import passes
+from dtrain.program.passes import Cut
+from dtrain.rng import Key
+from dtrain.sharding import Held, LoweringError, Tracing, describe, on_mesh, place, placements, wrap
+from dtrain.storage import Stored, Sums
+
+
+@dataclass(frozen=True)
+class Job:
+    """What lowering needs to know, and no more. `batch` is one rank's microbatch in sequences, `remat` one of
+    none, selective, full; `tied_across` the two pipeline coordinates that share tied parameters, if they differ."""
+
+    module: ModuleType
+    config: Any
+    layers: int
+    mesh: Mesh
+    compute: Rules
+    params: Rules
+    optimizer: Rules
+    grads: Rules | None
+    pad: Mapping[str, int]
+    batch: int
+    seq: int
+    dtype: torch.dtype
+    master: torch.dtype = torch.float32
+    remat: str = "selective"
+    tied_across: tuple[int, int] | None = None
+
+    @property
+    def trace_dims(self) -> tuple[str, ...]:
+        """Mesh dims that cut computation."""
+        return self.mesh.ordered(d for d in self.mesh.dims if d != "pp")
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A flat graph with named inputs and outputs. `params:NAME`, `batch:NAME`, `at:DIM`, `count:NAME`, `seed`,
+    `step`, `layer`, `x`, `grad` (of the segment's result, or the loss's seed), `saved:I`."""
+
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def text(self) -> str:
+        """The graph as text, with shapes: what is compared between ranks and between plan and run."""
+        lines = [f"{self.inputs} -> {self.outputs}"]
+        names: dict[fx.Node, str] = {}
+        for i, node in enumerate(self.module.graph.nodes):
+            names[node] = f"%{i}"
+            value = node.meta.get("val")
+            shape = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else ""
+            args = fx.node.map_arg((node.args, node.kwargs), lambda n: names[n])
+            lines.append(f"%{i} {shape} = {node.op} {node.target if node.op == 'call_function' else ''} {args}")
+        return "\n".join(lines)
+
+    def hash(self) -> str:
+        return hashlib.sha256(self.text().encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One segment, lowered. `owned` are the parameters whose storage is this segment's: all but those tied to
+    another segment on the same pipeline coordinate."""
+
+    name: str
+    stored: Mapping[str, Stored]
+    owned: tuple[str, ...]
+    sums: Mapping[str, Sums]
+    graphs: Mapping[str, Graph]
+    act: tuple[tuple[int, ...], torch.dtype] | None  # local shape and dtype of the segment's result
+    activations: Mapping[str, str]  # model line -> placement asked there
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes kept from a forward to its backward, without parameters."""
+        nodes = self.graphs["forward"].module.graph.output_node().args[0][1:]  # type: ignore[index]
+        unique = {n: n.meta["val"] for n in nodes}
+        return sum(v.numel() * v.element_size() for v in unique.values())
+
+
+@dataclass(frozen=True)
+class Program:
+    job: Job
+    segments: Mapping[str, Segment]
+    seconds: float  # what lowering took
+
+    def groups(self) -> tuple[str, ...]:
+        """Names of the groups that the graphs use, sorted."""
+        names = {
+            passes.group_of(n)
+            for s in self.segments.values()
+            for g in s.graphs.values()
+            for n in g.module.graph.nodes
+            if passes.is_collective(n)
+        }
+        return tuple(sorted(names))
+
+    def hashes(self) -> dict[str, str]:
+        return {f"{s.name}.{k}": g.hash() for s in self.segments.values() for k, g in s.graphs.items()}
+
+
+SEGMENTS = ("embed", "block", "head")
+
+
+def store_tree(job: Job) -> dict[str, dict[str, Stored]]:
+    """Where every parameter lies, by segment and name (`block` stands for each of its layers)."""
+    tree: ParamTree = job.module.params(job.config)
+    out: dict[str, dict[str, Stored]] = {}
+    for segment in SEGMENTS:
+        out[segment] = {
+            name: storage.store(
+                f"{segment}/{name}",
+                p,
+                padded(p, job.pad),
+                job.mesh,
+                job.compute,
+                job.params,
+                job.optimizer,
+                job.grads,
+            )
+            for name, p in tree[segment].items()
+        }
+    return out
+
+
+def lower(job: Job, rank: int = 0) -> Program:
+    """Lower every segment, as `rank` of the mesh would (all ranks get the same text).
+
+    Must be called before the process joins a process group. Raises LoweringError naming the model line, AxesError
+    for parameters that cannot be placed.
+    """
+    started = time.perf_counter()
+    stored = store_tree(job)
+    coordinates = job.mesh.coordinates(rank)
+    inner = Mesh(tuple((d, job.mesh.size(d)) for d in job.trace_dims))
+    segments = {}
+    with fake_mesh(inner, job.trace_dims, inner.rank(coordinates)) as mesh:
+        for name in SEGMENTS:
+            segments[name] = _lower_segment(job, name, stored[name], mesh)
+    for segment in segments.values():
+        for n, s in segment.stored.items():
+            if s.param.tied_to and job.tied_across is None:
+                owner, other = s.param.tied_to.split("/")
+                if segments[owner].sums[other] != segment.sums[n]:
+                    raise LoweringError(f"{s.path} and {s.param.tied_to} are tied, but their gradients need other sums")
+    return Program(job, segments, time.perf_counter() - started)
+
+
+# ------------------------------------------------------------------------------------------------- one segment
+
+
+def _local(shape: Sequence[int], axes: Sequence[str], job: Job, what: str) -> tuple[int, ...]:
+    cut = split(axes, inherit(job.compute), what)
+    out = []
+    for axis, n, dims in zip(axes, shape, cut, strict=True):
+        ranks = job.mesh.product(dims)
+        if n % ranks:
+            raise LoweringError(f"{what}: {axis} {n} is not divisible by {'.'.join(dims)} ({ranks})")
+        out.append(n // ranks)
+    return tuple(out)
+
+
+def _count_names(job: Job, fake: FakeTensorMode) -> tuple[str, ...]:
+    with fake:
+        batch = {k: torch.zeros([2] * len(parse(v)[0]), dtype=torch.int64) for k, v in job.module.BATCH.items()}
+        return tuple(job.module.counts(job.config, batch))
+
+
+def _lower_segment(job: Job, name: str, stored: Mapping[str, Stored], mesh: DeviceMesh | None) -> Segment:
+    module, fake = job.module, FakeTensorMode(allow_non_fake_inputs=True)
+    names = tuple(stored)
+    act_axes, _ = parse(module.ACT)
+    data = 1
+    for d in job.mesh.ordered(inherit(job.compute).get("batch", ())):
+        data *= job.mesh.size(d)
+    sizes = {"batch": job.batch * data, "seq": job.seq, "res_seq": job.seq, "embed": job.config.embed}
+    act = _local([sizes[a] for a in act_axes], act_axes, job, "the activation between segments")
+
+    inputs: dict[str, Tensor] = {}
+    with fake:
+        for n in names:
+            inputs[f"params:{n}"] = torch.empty(stored[n].local, dtype=job.dtype)
+        if name != "embed":
+            inputs["x"] = torch.empty(act, dtype=job.dtype)
+        for field, spec in module.BATCH.items():
+            axes, _ = parse(spec)
+            inputs[f"batch:{field}"] = torch.empty(
+                _local([sizes[a] for a in axes], axes, job, f"batch field {field}"), dtype=torch.int64
+            )
+        for k in ("seed", "step", "layer"):
+            inputs[k] = torch.empty((), dtype=torch.int64)
+        for d in job.trace_dims:
+            inputs[f"at:{d}"] = torch.empty((), dtype=torch.int64)
+        if name == "head":
+            loss_dtype = torch.float64 if job.dtype == torch.float64 else torch.float32
+            for k in _count_names(job, fake):
+                inputs[f"count:{k}"] = torch.empty((), dtype=loss_dtype)
+            inputs["grad"] = torch.empty((), dtype=loss_dtype)
+        else:
+            inputs["grad"] = torch.empty(act, dtype=job.dtype)
+
+    found: dict[str, Any] = {}
+
+    def joint(*values: Tensor) -> list[Tensor]:
+        given = dict(zip(inputs, values, strict=True))
+        y, grads = _trace(job, name, stored, mesh, given, found)
+        return [y, *grads]
+
+    traced = make_fx(joint, tracing_mode="fake", record_stack_traces=True)(*inputs.values())
+    traced.graph.eliminate_dead_code()
+    _check_collectives(traced.graph, module.__file__ or "")
+    if mesh is not None:
+        rename = {mesh.get_group(d).group_name: d for d in job.trace_dims}
+        passes.rename_groups(traced.graph, rename)
+
+    keys = tuple(inputs)
+    wrt = (() if name == "embed" else ("x",)) + tuple(f"params:{n}" for n in names)
+    graphs = passes.split_joint(traced.graph, keys, wrt, passes.policy(job.remat))
+    sums = {n: _sums(job, name, n, stored[n], found["partial"][n]) for n in names}
+    # A tied parameter is stored once, by the segment it is tied to, unless that lives on another coordinate.
+    owned = tuple(n for n, s in stored.items() if s.param.tied_to is None or job.tied_across is not None)
+
+    def flat(fn: Callable[..., list[Tensor]], members: tuple[str, ...], cuts: Callable[[Stored], int], dtype: Any) -> Cut:
+        with fake:
+            examples = [torch.empty(stored[n].shape(cuts(stored[n])), dtype=dtype(stored[n])) for n in members]
+        graph = make_fx(lambda *t: fn([stored[n] for n in members], t), tracing_mode="fake")(*examples)
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        return Cut(graph, members, members)
+
+    master = lambda s: job.master  # noqa: E731
+    graphs["unshard"] = flat(
+        lambda s, t: storage.gather_rest(s, t, job.dtype), names, lambda s: s.rest, lambda s: rest_dtype(job, s)
+    )
+    graphs["publish"] = flat(lambda s, t: storage.publish(s, t, job.dtype), owned, lambda s: len(s.steps), master)
+    graphs["reduce_early"] = flat(lambda s, t: storage.reduce_early(s, t, job.master), names, lambda s: 0, master)
+    graphs["reduce"] = flat(
+        lambda s, t: storage.reduce_final(s, [sums[n] for n in owned], t, job.mesh, job.master),
+        owned,
+        lambda s: s.grads,
+        master,
+    )
+    return Segment(
+        name,
+        stored,
+        owned,
+        sums,
+        {k: Graph(g.module, g.inputs, g.outputs) for k, g in graphs.items()},
+        None if name == "head" else (act, job.dtype),
+        found["asked"],
+    )
+
+
+def rest_dtype(job: Job, s: Stored) -> torch.dtype:
+    """Shards at rest are the masters themselves unless the optimizer cuts further."""
+    return job.dtype if len(s.steps) > s.rest else job.master
+
+
+def _trace(
+    job: Job,
+    name: str,
+    stored: Mapping[str, Stored],
+    mesh: DeviceMesh | None,
+    given: Mapping[str, Tensor],
+    found: dict[str, Any],
+) -> tuple[Tensor, list[Tensor]]:
+    """Run one segment and its backward on (fake) local tensors; fills `found` with how gradients arrive."""
+    module, model = job.module, job.module.__file__ or ""
+    coordinates = {d: given[f"at:{d}"] for d in job.trace_dims}
+    key = Key(given["seed"], given["step"], given["layer"])
+    counts = {k.removeprefix("count:"): v for k, v in given.items() if k.startswith("count:")}
+    found["asked"] = {}
+    on: On = ALONE
+    dims: tuple[str, ...] = ()
+    tracing = None
+    if mesh is not None:
+        tracing = Tracing(mesh, job.compute, coordinates, model)
+        on, dims = on_mesh(tracing, found["asked"]), tracing.dims
+
+    def lift(local: Tensor, where: Any) -> Tensor:
+        return local if mesh is None else wrap(local, mesh, where)
+
+    leaves: dict[str, Tensor] = {}
+    for n, s in stored.items():
+        leaves[n] = lift(given[f"params:{n}"], placements(dims, s.cut)).detach().requires_grad_(True)
+    handles: Any = {n: Held(f"{name}/{n}", leaf, model) for n, leaf in leaves.items()}
+    batch = {
+        f: lift(given[f"batch:{f}"], place(tracing, spec) if tracing else None) for f, spec in module.BATCH.items()
+    }
+    where = place(tracing, module.ACT) if tracing else None
+    x = lift(given["x"], where).detach().requires_grad_(True) if name != "embed" else None
+    gather = on.gather if mesh is not None else lambda p: p.tensor if isinstance(p, Held) else p
+    on = On(gather=gather, constrain=on.constrain, island=on.island)
+
+    if name == "embed":
+        y = module.embed(job.config, handles, batch, key, on)
+    elif name == "block":
+        y = module.block(job.config, handles, x, batch, key, on)
+    else:
+        y = module.head_and_loss(job.config, handles, x, batch, counts, key, on)
+    if mesh is not None:
+        _check_result(job, name, y, where, dims, model)
+    grad = lift(given["grad"], where if name != "head" else placements(dims, ()))
+    wrt = ([] if x is None else [x]) + list(leaves.values())
+    grads = list(torch.autograd.grad(y, wrt, grad, allow_unused=True))
+    for i, (g, leaf) in enumerate(zip(grads, wrt, strict=True)):
+        if g is None:
+            owner = "x" if x is not None and i == 0 else list(leaves)[i - (x is not None)]
+            raise LoweringError(f"{model}: segment {name} does not use {owner}, so it has no gradient; remove it")
+    found["partial"] = {}
+    if x is not None and mesh is not None and grads[0].placements != where:  # type: ignore[attr-defined]
+        have = describe(dims, grads[0].placements, grads[0].ndim)  # type: ignore[attr-defined]
+        raise LoweringError(
+            f"{model}: the gradient of segment {name}'s input arrives as [{have}], not "
+            f"[{describe(dims, where, grads[0].ndim)}]; an on.constrain is missing where the segment first uses x"
+        )
+    for n, g in zip(leaves, grads[x is not None :], strict=True):
+        found["partial"][n] = _partial_dims(g, leaves[n], dims, f"{model}: {name}/{n}")
+    return _unwrap(y), [_unwrap(g) for g in grads]
+
+
+def _unwrap(x: Tensor) -> Tensor:
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+def _check_result(job: Job, name: str, y: Tensor, where: Any, dims: tuple[str, ...], model: str) -> None:
+    if name == "head":
+        table = inherit(job.compute)
+        partial = {d for axis in ("batch", "seq") for d in table.get(axis, ())}
+        want = placements(dims, (), tuple(partial))
+    else:
+        want = where
+    have = y.placements if isinstance(y, DTensor) else None
+    if have != want:
+        got = "a plain tensor" if have is None else f"[{describe(dims, have, y.ndim)}]"
+        raise LoweringError(
+            f"{model}: segment {name} returns {got}, not [{describe(dims, want, y.ndim)}]; "
+            "an on.constrain is missing before its return"
+        )
+
+
+def _partial_dims(g: Tensor, p: Tensor, dims: tuple[str, ...], what: str) -> tuple[str, ...]:
+    """The mesh dims on which a parameter's gradient is a partial sum."""
+    if not isinstance(g, DTensor) or not isinstance(p, DTensor):
+        return ()
+    out = []
+    for d, have, want in zip(dims, g.placements, p.placements, strict=True):
+        if have.is_partial():
+            if not want.is_replicate():
+                raise LoweringError(f"{what}: its gradient is a partial sum over {d}, which cuts the parameter itself")
+            out.append(d)
+        elif have != want:
+            raise LoweringError(
+                f"{what}: its gradient arrives as [{describe(dims, g.placements, g.ndim)}], the parameter is "
+                f"[{describe(dims, p.placements, p.ndim)}]; an on.constrain is missing where it is used"
+            )
+    return tuple(out)
+
+
+def _sums(job: Job, segment: str, name: str, s: Stored, partial: tuple[str, ...]) -> Sums:
+    extra: list[str] = []
+    if s.share > 1:
+        dim = s.cut[s.param.axes.index("kv_heads")][-1]
+        extra.append(f"{dim}%{s.share}")
+    tree: Mapping[str, Mapping[str, Param]] = job.module.params(job.config)
+    tied = {p.tied_to for ps in tree.values() for p in ps.values() if p.tied_to}
+    if job.tied_across is not None and (s.param.tied_to or f"{segment}/{name}" in tied):
+        extra.append("pp@" + "+".join(str(c) for c in job.tied_across))
+    return Sums(partial, tuple(extra))
+
+
+def _check_collectives(graph: fx.Graph, model: str) -> None:
+    """Every collective was asked for by constrain or an island."""
+    lines: dict[Any, str] = {}
+    for node in graph.nodes:
+        trace = node.meta.get("stack_trace") or ""
+        hits = [w for w in trace.splitlines() if model in w]
+        if hits and "seq_nr" in node.meta:
+            lines.setdefault(node.meta["seq_nr"], hits[-1])
+    for node in graph.nodes:
+        if passes.is_collective(node) and "site" not in node.meta:
+            trace = [w for w in (node.meta.get("stack_trace") or "").splitlines() if model in w]
+            line = trace[-1] if trace else lines.get(node.meta.get("seq_nr"), "")
+            number = line.split("line ")[1].split(",")[0] if "line " in line else "?"
+            raise LoweringError(
+                f"{model}:{number}: needs a {passes.op_name(node)} that nothing asked for; an on.constrain is missing"
+            )

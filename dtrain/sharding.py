@@ -1,0 +1,255 @@
+"""What `gather`, `constrain` and `island` mean on a mesh, while a segment is being traced.
+
+DTensor exists only here: a segment runs once on fake local tensors wrapped as DTensors, and every collective it
+asks for is recorded in the graph with the model line that asked (`node.meta["site"]`).
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from dtrain.axes import AxesError, Here, On, Rules, Split, inherit, notation, parse, split
+from dtrain.torch_private import tracing_graph
+
+
+class LoweringError(Exception):
+    """A model cannot be lowered under a layout; one line that names the model's file and line."""
+
+
+Placements = tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class Tracing:
+    """Everything `on` needs while one segment is traced.
+
+    `mesh` has the dims of size above 1 that cut computation (never pp); `coordinates` holds this rank's place on
+    each as a 0-dim int64 tensor, an input of the graph; `model` is the model's file, for messages.
+    """
+
+    mesh: DeviceMesh
+    rules: Rules
+    coordinates: Mapping[str, Tensor]
+    model: str
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        return tuple(self.mesh.mesh_dim_names or ())
+
+
+def site(model: str) -> str:
+    """`file.py:12` of the innermost model line being run."""
+    for frame in reversed(traceback.extract_stack()):
+        if frame.filename == model:
+            return f"{model}:{frame.lineno}"
+    return model
+
+
+def placements(dims: tuple[str, ...], cut: Split, summed: tuple[str, ...] = ()) -> Placements:
+    """A split as DTensor placements, one a mesh dim."""
+    out: list[Placement] = []
+    for dim in dims:
+        at = [i for i, used in enumerate(cut) if dim in used]
+        out.append(Shard(at[0]) if at else Partial() if dim in summed else Replicate())
+    return tuple(out)
+
+
+def place(tracing: Tracing, spec: str) -> Placements:
+    """Axes as written in a model -> placements under the compute rules."""
+    axes, summed = parse(spec)
+    table = inherit(tracing.rules)
+    return placements(tracing.dims, split(axes, table, spec), tuple(d for a in summed for d in table.get(a, ())))
+
+
+def show(tracing: Tracing, spec: str) -> str:
+    """`batch res_seq embed` -> `batch/dp res_seq/tp embed`."""
+    axes, summed = parse(spec)
+    table = inherit(tracing.rules)
+    return notation(axes, split(axes, table, spec), [d for a in summed for d in table.get(a, ())])
+
+
+def describe(dims: tuple[str, ...], x: Placements, ndim: int) -> str:
+    """Placements of an arbitrary tensor, by position: `0/dp 1/tp 2` and `+tp`."""
+    cut = [[d for d, p in zip(dims, x, strict=True) if isinstance(p, Shard) and p.dim == i] for i in range(ndim)]
+    words = [str(i) + "".join(f"/{d}" for d in used) for i, used in enumerate(cut)]
+    return " ".join(words + [f"+{d}" for d, p in zip(dims, x, strict=True) if p.is_partial()])
+
+
+def wrap(local: Tensor, mesh: DeviceMesh, where: Placements) -> DTensor:
+    """A local tensor as an evenly split DTensor."""
+    return DTensor.from_local(local, mesh, where, run_check=False)
+
+
+@contextmanager
+def asked(where: str) -> Iterator[None]:
+    """Collectives recorded inside were asked for by the model line `where`."""
+    graph = tracing_graph()
+    last = next(iter(reversed(graph.nodes)), None) if graph is not None else None
+    yield
+    if graph is None:
+        return
+    node = graph._root.next if last is None else last.next
+    while node is not graph._root:
+        node.meta["site"] = where
+        node = node.next
+
+
+class Held:
+    """A parameter before `gather`: anything else done with it is an error that names the model line."""
+
+    __slots__ = ("model", "path", "tensor")
+
+    def __init__(self, path: str, tensor: Tensor, model: str) -> None:
+        self.path, self.tensor, self.model = path, tensor, model
+
+    def __getattr__(self, name: str) -> Any:
+        raise LoweringError(f"{site(self.model)}: parameter {self.path} is used without on.gather; gather it first")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        stack = [*args, *(kwargs or {}).values()]
+        while stack:
+            item = stack.pop()
+            if isinstance(item, Held):
+                return item.shape
+            if isinstance(item, (list, tuple)):
+                stack.extend(item)
+        return NotImplemented
+
+
+class _Constrain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, where: Placements, line: str) -> Tensor:
+        ctx.line = line
+        ctx.source = tuple(Replicate() if p.is_partial() else p for p in x.placements)
+        with asked(line):
+            return x.redistribute(placements=where)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        with asked(ctx.line):
+            return grad.redistribute(placements=ctx.source), None, None
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, grad_where: Placements) -> Tensor:
+        ctx.mesh, ctx.where = x.device_mesh, grad_where
+        return x._local_tensor.view_as(x._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return wrap(grads[0], ctx.mesh, ctx.where), None
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, mesh: DeviceMesh, where: Placements, line: str) -> Tensor:
+        ctx.line = line
+        ctx.where = tuple(Replicate() if p.is_partial() else p for p in where)
+        return wrap(local.view_as(local), mesh, where)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        if grad.placements != ctx.where:
+            dims = grad.device_mesh.mesh_dim_names
+            raise LoweringError(
+                f"{ctx.line}: the gradient of this island's result arrives as "
+                f"[{describe(dims, grad.placements, grad.ndim)}], not [{describe(dims, ctx.where, grad.ndim)}]; "
+                "put an on.constrain where the result is used"
+            )
+        return grad._local_tensor, None, None, None
+
+
+def _local_of(x: Any) -> Any:
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+def on_mesh(tracing: Tracing, placed: dict[str, str]) -> On:
+    """The `on` of a mesh: what the model asks becomes placements and functional collectives.
+
+    `placed` collects, by model line, what each constraint asked for.
+    """
+    dims, mesh, table = tracing.dims, tracing.mesh, inherit(tracing.rules)
+
+    def gather(p: Any) -> Tensor:
+        if not isinstance(p, Held):
+            raise LoweringError(f"{site(tracing.model)}: on.gather takes a parameter, not a computed tensor")
+        return p.tensor
+
+    def constrain(x: Tensor, spec: str) -> Tensor:
+        line = site(tracing.model)
+        if not isinstance(x, DTensor):
+            raise LoweringError(f"{line}: on.constrain({spec!r}) takes the result of an operation on the mesh")
+        placed[line] = show(tracing, spec)
+        return _Constrain.apply(x, place(tracing, spec), line)  # type: ignore[no-any-return,no-untyped-call]
+
+    def island(fn: Callable[..., Tensor], in_axes: tuple[str, ...], out_axes: str) -> Callable[..., Tensor]:
+        line = site(tracing.model)
+        wanted = [place(tracing, spec) for spec in in_axes]
+        result = place(tracing, out_axes)
+
+        def call(*args: Tensor) -> Tensor:
+            for i, (x, want, spec) in enumerate(zip(args, wanted, in_axes, strict=True)):
+                have = x.placements if isinstance(x, DTensor) else None
+                if have != want:
+                    got = "a plain tensor" if have is None else f"[{describe(dims, have, x.ndim)}]"
+                    raise LoweringError(
+                        f"{line}: input {i} of this island arrives as {got}, not [{show(tracing, spec)}]; "
+                        f"put on.constrain(..., {spec!r}) before it"
+                    )
+            used = [any(not w[d].is_replicate() for w in [*wanted, result]) for d in range(len(dims))]
+            local = []
+            for x, want in zip(args, wanted, strict=True):
+                # Where the island's work is split over a dim, a replicated input gets a part of its gradient
+                # from each rank.
+                back = tuple(Partial() if p.is_replicate() and u else p for p, u in zip(want, used, strict=True))
+                local.append(_ToLocal.apply(x, back) if x.requires_grad else _local_of(x))  # type: ignore[no-untyped-call]
+
+            def length(axis: str) -> int:
+                for x, spec in zip(local, in_axes, strict=True):
+                    axes, _ = parse(spec)
+                    if axis in axes:
+                        return int(x.shape[axes.index(axis)])
+                raise LoweringError(f"{line}: here.offset({axis!r}), but no input of this island has that axis")
+
+            def offset(axis: str) -> Tensor | int:
+                at: Tensor | int = 0
+                for d in table.get(axis, ()):
+                    if d in dims:
+                        at = at * mesh.size(dims.index(d)) + tracing.coordinates[d]
+                return at * length(axis)
+
+            def reduce(x: Tensor, axis: str, how: str) -> Tensor:
+                c10d = torch.ops._c10d_functional
+                with asked(line):
+                    for d in table.get(axis, ()):
+                        if d in dims:
+                            x = c10d.wait_tensor(c10d.all_reduce(x.contiguous(), how, mesh.get_group(d).group_name))
+                return x
+
+            here = Here(
+                offset=offset,
+                sum=lambda x, axis: reduce(x, axis, "sum"),
+                max=lambda x, axis: reduce(x, axis, "max"),
+            )
+            out = fn(here, *local)
+            return _FromLocal.apply(out, mesh, result, line)  # type: ignore[no-any-return,no-untyped-call]
+
+        return call
+
+    return On(gather=gather, constrain=constrain, island=island)
+
+
+__all__ = ["AxesError", "Held", "LoweringError", "Tracing", "on_mesh", "place", "placements", "show", "site", "wrap"]

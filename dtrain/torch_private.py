@@ -1,0 +1,48 @@
+"""Every private torch name that dtrain uses, in one place. Tried on torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import Graph
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+def tracing_graph() -> Graph | None:
+    """The graph that make_fx is recording right now, or None."""
+    mode = get_proxy_mode()
+    return None if mode is None else mode.tracer.graph
+
+
+def join_fake_world(size: int, rank: int = 0) -> None:
+    """A process group of any size without processes; its collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)  # type: ignore[no-untyped-call]
+
+
+def register_group(name: str, group: Any) -> None:
+    """Let graphs say `name` for `group`; in a thread-isolated world the name belongs to the thread."""
+    torch._C._distributed_c10d._register_process_group(name, group)
+
+
+def unregister_group(name: str) -> None:
+    torch._C._distributed_c10d._unregister_process_group(name)
+
+
+@contextmanager
+def isolated_threads() -> Iterator[None]:
+    """While open, registered group names belong to the thread that registered them."""
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    try:
+        yield
+    finally:
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+
+
+def inductor_compile(graph: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+    """One static-shape graph through Inductor."""
+    return torch._inductor.standalone_compile(graph, examples, dynamic_shapes="from_example_inputs")
