@@ -75,9 +75,12 @@ def show_rate(rate: float) -> str:
     return f"{rate / 1e9:g}GB/s"
 
 
-def nearest(word: object, options: Iterable[str]) -> str:
-    """`"; did you mean lr?"`, or nothing when no option looks like the word."""
-    close = difflib.get_close_matches(str(word), list(options), n=1, cutoff=0.6)
+def nearest(word: object, options: Iterable[str], cutoff: float = 0.6) -> str:
+    """`"; did you mean lr?"`, or nothing when no option looks like the word, begins it or is its initials."""
+    text, known = str(word), list(options)
+    initials = "".join(part[:1] for part in text.split("_"))
+    close = difflib.get_close_matches(text, known, n=1, cutoff=cutoff)
+    close = close or [o for o in known if o == initials or (len(o) > 2 and text.startswith(o))]
     return f"; did you mean {close[0]}?" if close else ""
 
 

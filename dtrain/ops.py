@@ -81,7 +81,7 @@ def from_heads(x_BSHK: Tensor, w_HKE: Tensor) -> Tensor:
 
 
 def embedding(here: Here, table_VE: Tensor, ids_BS: Tensor) -> Tensor:
-    """Rows of a table whose `vocab` axis may be split; other shards' ids give 0 (`batch seq embed +vocab`)."""
+    """Rows of a table whose `vocab` axis may be split; others' ids give 0 (`batch seq embed +vocab`)."""
     local = ids_BS - here.offset("vocab")
     mine = (local >= 0) & (local < table_VE.shape[0])
     rows = F.embedding(local.clamp(0, table_VE.shape[0] - 1), table_VE)
@@ -101,9 +101,11 @@ def dropout(
     `axes` names x's axes, `batch` first. The mask is a function of the key, the site and the element's global
     place (sample, then the index along every other axis), so it is the same under every layout.
     """
-    index = sample_B
+    index = rng.fold(sample_B, 0)
     for i, axis in enumerate(axes.split()[1:], 1):
-        index = rng.fold(index[..., None], positions(here, x, axis, i))
+        # Positions enter by xor with a hash. Were they hashed themselves, a C++ compiler that knows their range
+        # would take the wrapping products for overflows that cannot happen, and compile another mask.
+        index = rng.fold(index[..., None] ^ positions(here, x, axis, i), i)
     keep = rng.keep_mask(key, site, index, rate)
     return (x / (1.0 - rate)).masked_fill(~keep, 0.0)
 

@@ -43,6 +43,16 @@ def isolated_threads() -> Iterator[None]:
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
 
 
+def cpp_compiler() -> str | None:
+    """The C++ compiler that Inductor would use, None where there is none."""
+    from torch._inductor.cpp_builder import get_cpp_compiler  # slow to import
+
+    try:
+        return str(get_cpp_compiler())
+    except Exception:  # InvalidCxxCompiler, which has moved between modules
+        return None
+
+
 def inductor_compile(graph: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-    """One static-shape graph through Inductor."""
+    """One static-shape graph through Inductor, or out of its cache on disk."""
     return torch._inductor.standalone_compile(graph, examples, dynamic_shapes="from_example_inputs")

@@ -427,6 +427,21 @@ def test_dropout_follows_seed_step_and_sample(name: str) -> None:
         )
 
 
+@pytest.mark.parametrize("name", ["gpt2-dropout", "bert-dropout"])
+def test_no_two_dropouts_draw_the_same_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, cfg = MODELS[name]
+    drawn: list[tuple[str, int]] = []
+    original = rng.keep_mask
+
+    def keep_mask(key: rng.Key, site: str, index: Tensor, rate: float) -> Tensor:
+        drawn.append((site, int(key.layer)))
+        return original(key, site, index, rate)
+
+    monkeypatch.setattr(rng, "keep_mask", keep_mask)
+    reference.loss(module, cfg, noisy(module, cfg), batch_of(module, cfg))
+    assert len(drawn) == len(set(drawn)) == 1 + 3 * cfg.layers
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_ten_steps_of_adamw_learn_a_batch(name: str) -> None:
     module, cfg = MODELS[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -424,6 +425,21 @@ def test_a_dropout_mask_does_not_depend_on_how_the_tensor_is_cut() -> None:
     rows = torch.cat([drop(x[i : i + 2], sample[i : i + 2], key()) for i in (0, 2)])
     columns = torch.cat([drop(x[:, i : i + 4], sample, key(), at=i) for i in (0, 4)], 1)
     assert torch.equal(whole, rows) and torch.equal(whole, columns)
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 32), (3, 5, 7), (2, 4, 8, 8)], ids=str)
+def test_a_compiled_dropout_mask_is_the_same(shape: tuple[int, ...]) -> None:
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        pytest.skip("compiling needs a C++ compiler")
+    axes = AXES if len(shape) == 3 else "batch heads seq seq"
+
+    def f(x: Tensor, sample: Tensor, *words: Tensor) -> tuple[Tensor]:
+        return (ops.dropout(WHOLE, x, axes, sample, rng.Key(*words), "a", 0.3),)
+
+    args = [torch.ones(shape), torch.arange(shape[0]), torch.tensor(1), torch.tensor(2), torch.tensor(3)]
+    graph = make_fx(f, tracing_mode="fake")(*args)
+    compiled = torch._inductor.standalone_compile(graph, args, dynamic_shapes="from_example_inputs")
+    assert torch.equal(graph(*args)[0], compiled(*args)[0])
 
 
 def test_the_mask_of_backward_is_the_mask_of_forward() -> None:

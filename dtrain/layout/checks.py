@@ -6,9 +6,9 @@ import glob
 import math
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 from dtrain import hardware
 from dtrain.axes import ParamTree
@@ -119,17 +119,14 @@ def check_sizes(layout: Layout, tree: ParamTree) -> None:
     def degree(axis: str) -> int:
         return math.prod(sizes[d] for d in compute.get(axis, ()))
 
-    def fault(axis: str, value: int, divisor: int) -> NoReturn:
-        fail(
-            layout,
-            f"shard.compute.{axis}",
-            f"{show_dims(compute[axis])}; {_noun(axis)} ({value}) must be divisible by "
-            f"{_degree(layout, compute[axis])} = {divisor}; legal: {listed(divisors(value))}",
-        )
-
     for axis in ("heads", "mlp"):
         if axis in length and length[axis] % degree(axis):
-            fault(axis, length[axis], degree(axis))
+            fail(
+                layout,
+                f"shard.compute.{axis}",
+                f"{show_dims(compute[axis])}; the model's {axis} ({length[axis]}) must be divisible by "
+                f"{_degree(layout, compute[axis])}; legal: {listed(divisors(length[axis]))}",
+            )
     if "kv_heads" in length:
         kv, n = length["kv_heads"], degree("kv_heads")
         if kv % n and n % kv:
@@ -137,7 +134,7 @@ def check_sizes(layout: Layout, tree: ParamTree) -> None:
             fail(
                 layout,
                 "shard.compute.kv_heads",
-                f"{show_dims(compute['kv_heads'])}; {_degree(layout, compute['kv_heads'])} = {n} must divide "
+                f"{show_dims(compute['kv_heads'])}; {_degree(layout, compute['kv_heads'])} must divide "
                 f"the model's {kv} kv_heads or be a multiple of them; legal: {listed(heads)}",
             )
     spread = math.prod(sizes[d] for d in dict.fromkeys(compute.get("seq", ()) + compute.get("res_seq", ())))
@@ -148,8 +145,7 @@ def check_sizes(layout: Layout, tree: ParamTree) -> None:
         fail(
             layout,
             "data.seq",
-            f"{data.seq}; must be divisible by {_degree(layout, cut)} = {spread}; "
-            f"use {listed(nearby, ' or ')}",
+            f"{data.seq}; must be divisible by {_degree(layout, cut)}; use {listed(nearby, ' or ')}",
         )
     if "positions" in length and data.seq > length["positions"]:
         fail(
@@ -159,7 +155,7 @@ def check_sizes(layout: Layout, tree: ParamTree) -> None:
     replicas = data_parallel(layout)
     unit = replicas * data.microbatch
     dims = compute.get("batch", ())
-    spread_over = f"{_degree(layout, dims)} = {replicas} replicas" if replicas > 1 else "1 replica"
+    spread_over = f"{_degree(layout, dims)} replicas" if replicas > 1 else "1 replica"
     if data.batch % replicas:
         low = data.batch // replicas * replicas
         nearby = [n for n in (low, low + replicas) if n > 0]
@@ -193,12 +189,11 @@ def check_sizes(layout: Layout, tree: ParamTree) -> None:
             )
 
 
-def _noun(axis: str) -> str:
-    return {"heads": "the model's heads", "mlp": "the model's mlp"}.get(axis, axis)
-
-
-def _degree(layout: Layout, dims: Iterable[str]) -> str:
-    return " x ".join(f"{d} {layout.sizes[d]}" for d in dims)
+def _degree(layout: Layout, dims: Collection[str]) -> str:
+    """`tp 2`, or `dp 2 x fsdp 4 = 8`."""
+    words = [f"{d} {layout.sizes[d]}" for d in dims]
+    product = math.prod(layout.sizes[d] for d in dims)
+    return " x ".join(words) + (f" = {product}" if len(words) > 1 else "")
 
 
 def check_place(layout: Layout) -> list[str]:

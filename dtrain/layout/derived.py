@@ -49,7 +49,9 @@ def family(layout: Layout) -> tuple[Any, Any]:
         )
     try:
         module, cfg = models.resolve(**ways, fields=model.fields, base=Path(layout._folder))
-        return module, dataclasses.replace(cfg, attention=layout.kernels.attention)
+        if hasattr(cfg, "attention"):  # a model of the user's own may have none
+            cfg = dataclasses.replace(cfg, attention=layout.kernels.attention)
+        return module, cfg
     except models.ModelError as error:
         _blame(layout, error)
 
@@ -100,7 +102,7 @@ def stage_layers(layout: Layout) -> tuple[int, ...]:
 
 
 def stage_of(layout: Layout, segment: str, layer: int = 0) -> int:
-    """The (virtual) stage of a segment: `embed` is on the first, `head` on the last; `layer` counts from 0."""
+    """The (virtual) stage of a segment; `embed` is on the first, `head` on the last, layers count from 0."""
     if segment != "block":
         return 0 if segment == "embed" else stages(layout) - 1
     for stage, end in enumerate(itertools.accumulate(stage_layers(layout))):

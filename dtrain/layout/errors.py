@@ -31,12 +31,7 @@ def first(error: ValidationError, where: Where) -> LayoutError:
     item = min(error.errors(include_url=False), key=order)
     loc = [part for part in item["loc"] if part not in ("[key]", "fields")]
     path = ".".join(str(part) for part in loc)
-    if (
-        item["type"] == "missing" or path not in where
-    ):  # a value that stands for {rate: value} has no such key
-        spot = place(where, path)
-    else:
-        spot = where[path]
+    spot = place(where, path)
     if item["type"] == "extra_forbidden":
         return LayoutError(f"{spot}: {path}: {_unknown(loc)}")
     if item["type"] == "missing":
@@ -96,7 +91,8 @@ def _is_number(text: str) -> bool:
 def _unknown(loc: list[Any]) -> str:
     key, section = str(loc[-1]), ".".join(str(part) for part in loc[:-1])
     options = _keys(loc[:-1])
-    hint = home(key, section) or nearest(key, options)
+    # A letter amiss is a slip of the pen; a key that is right elsewhere is in the wrong section.
+    hint = nearest(key, options, cutoff=0.85) or home(key, section) or nearest(key, options)
     return f"unknown key; {section or 'the layout'} has {', '.join(options)}{hint}"
 
 

@@ -178,5 +178,9 @@ def check_mesh(layout: Layout) -> None:
         reach = max(_local(cluster)[1], cluster.gpus_per_node)
         remedy = f"tp may be {listed(divisors(reach))}"
     else:
-        remedy = "no order of these sizes and links works"
+        remedy = (
+            "write link: ib" if check == "link-leaves-domain" else "no order of these sizes and links works"
+        )
+    if check == "spans-two-levels" and order is None:  # the message says which links to write
+        fail(layout, f"mesh.{dim}", f"{message}; or write allow: [{check}]")
     fail(layout, f"mesh.{dim}", f"{message}; {remedy}; or write allow: [{check}]")

@@ -164,13 +164,11 @@ def check_grads(layout: Layout, tree: ParamTree) -> None:
                     wanted -= step
                 elif wanted:
                     axis, dim = sorted(wanted)[0]
-                    cuts = listed(
-                        f"{a}: {show_dims(sorted(d for _, d in s))}" for s in steps for a in {a for a, _ in s}
-                    )
+                    cuts = listed(f"{a}: {d}" for s in steps for a, d in sorted(s))
                     fail(
                         layout,
                         f"shard.grads.{axis}",
-                        f"{dim}; {segment}/{name} is stored cut by {cuts}; grads may repeat these from the first on",
+                        f"{dim}; {segment}/{name} is cut by {cuts} at rest; grads may repeat these, in order",
                     )
 
 
@@ -193,10 +191,10 @@ def _spend_once(
             first, second = source(table, spent[dim], dim), source(table, axis, dim)
             if first.startswith(f"shard.{table}.") and not second.startswith(f"shard.{table}."):
                 first, second = second, first
+            one, other = first.rpartition(".")[2], second.rpartition(".")[2]
             fail(
                 layout,
                 second,
-                f"{dim}; {name} ({' '.join(p.axes)}) would be cut over {dim} on both {first.rpartition('.')[2]} "
-                f"({first} at {at(layout, first)}) and {second.rpartition('.')[2]}; "
-                "a dim cuts a tensor once",
+                f"{dim}; {name} ({' '.join(p.axes)}) would be cut over {dim} on both {one} "
+                f"({first} at {at(layout, first)}) and {other}; a dim cuts a tensor once",
             )

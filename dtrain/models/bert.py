@@ -223,7 +223,13 @@ def _heads(cfg: Config, p: Mapping[str, Tensor], x: Tensor, on: On) -> tuple[Ten
     pooled = torch.tanh(first @ w["w_pool"] + w["b_pool"])
     order = pooled @ w["w_order"] + w["b_order"]
 
-    h = ops.gelu(x @ w["w_mlm"] + w["b_mlm"])
+    # Each rank transforms its own positions. An island, because DTensor cannot flatten (batch, res_seq) for a
+    # product when different dims cut both.
+    def transform(here: Here, x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight
+
+    h = on.island(transform, (ACT, "embed embed_out"), "batch res_seq embed_out")(x, w["w_mlm"])
+    h = ops.gelu(h + w["b_mlm"])
     h = ops.layer_norm(h, w["norm_mlm"], w["norm_mlm_bias"], cfg.norm_eps)
     tokens = on.constrain(h, "batch seq embed") @ rearrange(w["table"], "v e -> e v") + w["b_vocab"]
     return tokens, order

@@ -43,7 +43,7 @@ def plan(layout: Layout) -> Plan:
     module, config = layouts.family(layout)
     mesh = Mesh(tuple((dim, d.size) for dim, d in layout.mesh.items()))
     pp = mesh.size("pp")
-    chunks = layout.pipeline.chunks if layout.pipeline.schedule == "interleaved" else 1
+    chunks = layout.pipeline.chunks
     microbatches = layouts.microbatches(layout)
     stages = unit_ranges(layouts.stage_layers(layout))
     owner = coordinate_of(layout.pipeline.schedule, pp, chunks)

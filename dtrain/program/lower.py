@@ -9,6 +9,8 @@ graph is cut into what the action list runs:
     reduce_early, reduce    accumulators -> optimizer shards             (REDUCE, a microbatch's and the step's)
     publish                 updated optimizer shards -> shards at rest   (the end of UPDATE)
 
+Of these, reduce_early and publish exist where `grads` and `optimizer` cut something.
+
 Rank coordinates, layer, step and seed are inputs, and groups are named after their dims, so the text of every
 graph is the same on all ranks.
 """
@@ -266,8 +268,10 @@ def _lower_segment(job: Job, name: str, stored: Mapping[str, Stored], mesh: Devi
     graphs["unshard"] = flat(
         lambda s, t: storage.gather_rest(s, t, job.dtype), names, lambda s: s.rest, lambda s: rest_dtype(job, s)
     )
-    graphs["publish"] = flat(lambda s, t: storage.publish(s, t, job.dtype), owned, lambda s: len(s.steps), master)
-    graphs["reduce_early"] = flat(lambda s, t: storage.reduce_early(s, t, job.master), names, lambda s: 0, master)
+    if any(len(s.steps) > s.rest for s in stored.values()):
+        graphs["publish"] = flat(lambda s, t: storage.publish(s, t, job.dtype), owned, lambda s: len(s.steps), master)
+    if any(s.grads for s in stored.values()):
+        graphs["reduce_early"] = flat(lambda s, t: storage.reduce_early(s, t, job.master), names, lambda s: 0, master)
     graphs["reduce"] = flat(
         lambda s, t: storage.reduce_final(s, [sums[n] for n in owned], t, job.mesh, job.master),
         owned,

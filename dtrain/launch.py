@@ -1,0 +1,566 @@
+"""Ranks and rendezvous: the only reader of the environment.
+
+One process trains in this very process. More on one machine are started through torch elastic. Inside torchrun or
+srun this process is one rank of many, and what they say is used. Whoever starts ranks also watches them: it names
+the first cause when one fails, the rank that is behind when none moves, and passes a request to stop on.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dtrain import layout as layouts
+from dtrain import watch
+from dtrain.layout import Layout
+
+# Exit codes; a run stopped by a signal, its checkpoint written, ends with 128 + the signal: 130 or 143.
+FINISHED, FAILED, MISTAKE = 0, 1, 2
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# A failed rank's peers get this long to say what they saw, and are then ended.
+GRACE_S = 3.0
+# How long ended processes may take to be gone, and how often they are looked at.
+GONE_S, POLL_S = 20.0, 0.05
+
+Work = Callable[..., None]  # work(layout, rank, quiet=...)
+
+
+class LaunchError(Exception):
+    """The run cannot start as asked; one line for a person."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank's place: `device` is `cpu` or `cuda:N`, `backend` gloo or nccl.
+
+    `stopping()` says whether a signal asked this rank to stop; all ranks agree on it in the step's own all-reduce.
+    `beat(step, what)` is called before each action (`what` as it prints) and with `start` and `save` before those
+    phases; it costs about a microsecond.
+    """
+
+    rank: int
+    world: int
+    local_rank: int
+    device: str
+    backend: str
+    stopping: Callable[[], bool] = field(default=lambda: False)
+    beat: Callable[[int, str], None] = field(default=lambda step, what: None)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a launcher says of this process. `job` is a name that the ranks of this run on a machine share, `by`
+    who started it; `env` what torch.distributed still needs in the environment."""
+
+    rank: int
+    world: int
+    local_rank: int
+    by: str
+    job: str
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+# ------------------------------------------------------------------------------------------------ the environment
+
+
+def seat_of(env: Mapping[str, str]) -> Seat | None:
+    """What torchrun or srun say of this process; None where neither started it."""
+    if {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= env.keys():
+        job = "-".join(env.get(k, "") for k in ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"))
+        return Seat(_int(env, "RANK"), _int(env, "WORLD_SIZE"), _int(env, "LOCAL_RANK"), "torchrun", job)
+    # A batch script and an interactive shell also have SLURM_PROCID; only srun's tasks belong to a step of several.
+    step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID"))
+    if step is None or "SLURM_PROCID" not in env:
+        return None
+    tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+    if _int(env, tasks) < 2:
+        return None
+    rank, world, local = _int(env, "SLURM_PROCID"), _int(env, tasks), _int(env, "SLURM_LOCALID")
+    nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", env.get("SLURM_JOB_NODELIST", "")))
+    number_of_job = int(re.sub(r"\D", "", env.get("SLURM_JOB_ID", "")) or 0)
+    number = int(re.sub(r"\D", "", step) or 0)
+    given = {
+        "MASTER_ADDR": env.get("MASTER_ADDR") or first_host(nodes),
+        # Below the range that systems give to outgoing connections; another step of the job gets another one.
+        "MASTER_PORT": env.get("MASTER_PORT") or str(15000 + (number_of_job * 7 + number) % 15000),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(local),
+    }
+    return Seat(rank, world, local, "srun", f"slurm-{number_of_job}-{step}", given)
+
+
+def _int(env: Mapping[str, str], name: str) -> int:
+    try:
+        return int(env[name])
+    except (KeyError, ValueError):
+        raise LaunchError(f"the environment's {name} is {env.get(name)!r}; it must be a whole number") from None
+
+
+def first_host(nodes: str) -> str:
+    """`gpu[003-006,9],cpu1` -> `gpu003`, SLURM's way to write a list of hosts."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
+    if match is None:
+        raise LaunchError("srun gives no SLURM_NODELIST; set MASTER_ADDR to the host of rank 0")
+    return "".join(part or "" for part in match.groups())
+
+
+def device_of(gpu: str, rank: int, local_rank: int, visible: int) -> str:
+    """The device of a rank on a node where this process sees `visible` GPUs.
+
+    SLURM may show each task its own GPU only: then that is device 0, whatever the local rank. Raises LaunchError
+    where the rank has none.
+    """
+    if gpu == "cpu" or visible == 0:
+        return "cpu"
+    if visible == 1:
+        return "cuda:0"
+    if local_rank >= visible:
+        raise LaunchError(
+            f"rank {rank} is number {local_rank} on its node (from 0), where {visible} GPUs are visible; "
+            f"start at most {visible} ranks there or show it more GPUs"
+        )
+    return f"cuda:{local_rank}"
+
+
+def claim(folder: Path, gpu: str, rank: int) -> int:
+    """Take a GPU (by its unique id) for a rank until this process ends; returns the lock's file descriptor.
+
+    Raises LaunchError naming both ranks when another rank of this run on this machine has it.
+    """
+    import fcntl  # not on Windows, where there is one process
+
+    lock = os.open(folder / f"gpu-{gpu}", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        other = os.read(lock, 20).decode() or "?"
+        os.close(lock)
+        raise LaunchError(
+            f"ranks {other} and {rank} are both on GPU {gpu}; give each rank its own "
+            "(CUDA_VISIBLE_DEVICES, or --gpus-per-node with srun), or start fewer ranks on this node"
+        ) from None
+    os.ftruncate(lock, 0)
+    os.write(lock, str(rank).encode())
+    return lock
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_seat(layout: Layout, seat: Seat) -> None:
+    """Whether the launcher started what the layout describes; raises LaunchError."""
+    per_node = layout.cluster.gpus_per_node
+    if seat.world != layout.world:
+        raise LaunchError(
+            f"{seat.by} started {seat.world} ranks; the layout has {layout.world} "
+            f"(nodes {layout.cluster.nodes} x gpus_per_node {per_node}); start {layout.world}"
+        )
+    if layout.cluster.gpu != "cpu" and seat.rank % per_node != seat.local_rank:
+        raise LaunchError(
+            f"rank {seat.rank} is number {seat.local_rank} on its node; the layout needs ranks packed node by node, "
+            f"{per_node} each, so it should be {seat.rank % per_node} (srun: --distribution=block)"
+        )
+
+
+def commands(layout: Layout, argv: str) -> str:
+    """How to start a layout of several nodes."""
+    nodes, each = layout.cluster.nodes, layout.cluster.gpus_per_node
+    gpus = "" if layout.cluster.gpu == "cpu" else f" --gpus-per-node={each}"
+    return (
+        f"on each node: torchrun --nnodes={nodes} --nproc-per-node={each} --rdzv-backend=c10d "
+        f"--rdzv-endpoint=FIRST_HOST:29500 -m dtrain.cli run {argv}; "
+        f"or under SLURM: srun --nodes={nodes} --ntasks-per-node={each}{gpus} --kill-on-bad-exit=1 dtrain run {argv}"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- start
+
+
+def start(path: str, overrides: list[str], quiet: bool, work: Work | None = None) -> int:
+    """Run a layout; returns the exit code. `work` is what each rank does, `dtrain.train.train` by default; it is
+    sent to the ranks, so it must be a function of a module.
+
+    Whatever can be known before processes start is checked before they start, and told in one line.
+    """
+    seat = None
+    try:
+        seat = seat_of(os.environ)
+        layout = layouts.load(path, overrides)
+        _check(layout, seat, " ".join([path, *overrides]))
+    except Exception as error:
+        if not watch.is_ours(error):
+            raise
+        if seat is None or seat.rank == 0:
+            _say(str(error))
+        return MISTAKE
+    work = work or _train
+    if seat is not None:
+        return _one_of_many(layout, seat, quiet, work)
+    return _alone(layout, quiet, work) if layout.world == 1 else _many(layout, quiet, work)
+
+
+def _train(layout: Layout, rank: Rank, *, quiet: bool) -> None:
+    from dtrain.train import train  # torch is slow to import, and a mistake should be told at once
+
+    train(layout, rank, quiet=quiet)
+
+
+def _check(layout: Layout, seat: Seat | None, argv: str) -> None:
+    if seat is not None:
+        check_seat(layout, seat)
+    elif layout.cluster.nodes > 1:
+        raise LaunchError(f"the layout has {layout.cluster.nodes} nodes; start it {commands(layout, argv)}")
+    if layout.world > 1 and sys.platform == "win32":
+        raise LaunchError("several processes need Linux or macOS; use WSL, or a layout of one process")
+    missing = layouts.check_place(layout)
+    if seat is not None:  # srun may show each task one GPU: `device_of` looks at what this rank sees
+        missing = [line for line in missing if "cluster.gpus_per_node" not in line]
+    if missing:
+        raise LaunchError("\n".join(missing))
+    from dtrain.plan import plan
+
+    plan(layout)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# -------------------------------------------------------------------------------------------------------- one rank
+
+
+@contextmanager
+def _handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Signals go to `handler` while open. Only the main thread can have handlers."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def _perform(work: Work, layout: Layout, seat: Seat, folder: Path, quiet: bool) -> int:
+    """Do the work of one rank; its heartbeat, and its report if it fails, go to `folder`. Returns an exit code."""
+    asked: list[int] = []
+    memory = watch.heart(folder, seat.rank)
+    parent = os.getppid()
+
+    def on_signal(number: int, frame: Any) -> None:
+        # Whoever started us has gone (the kernel then sends SIGINT) and nobody will collect this process.
+        if asked and seat.by == "elastic" and os.getppid() != parent and watch.finished(memory):
+            os._exit(128 + number)
+        watch.note_signal(memory, number)
+        asked.append(number)
+        if len(asked) > 1 and seat.by == "alone":  # the others are ended by who started them
+            raise KeyboardInterrupt
+
+    try:
+        stack = open(folder / f"rank{seat.rank}.stack", "w")  # noqa: SIM115  (open as long as the process)
+        faulthandler.enable(stack)
+        faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
+        with _handled(on_signal):
+            if hasattr(signal, "pthread_sigmask"):
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            rank = _rank(layout, seat, folder, lambda: bool(asked), watch.beater(memory))
+            work(layout, rank, quiet=quiet)
+            watch.done(memory)
+    except KeyboardInterrupt:
+        return 128 + (asked[-1] if asked else signal.SIGINT)
+    except BaseException as error:
+        watch.write_report(folder, watch.report(seat.rank, error))
+        return FAILED
+    finally:
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.disable()
+    return 128 + asked[0] if asked else FINISHED
+
+
+def _rank(
+    layout: Layout, seat: Seat, folder: Path, stopping: Callable[[], bool], beat: Callable[[int, str], None]
+) -> Rank:
+    import torch
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, cores() // min(seat.world, layout.cluster.gpus_per_node)))
+    gpu = layout.cluster.gpu
+    visible = torch.cuda.device_count() if gpu != "cpu" and torch.cuda.is_available() else 0
+    device = device_of(gpu, seat.rank, seat.local_rank, visible)
+    if device != "cpu":
+        torch.cuda.set_device(device)
+        claim(folder, str(torch.cuda.get_device_properties(device).uuid), seat.rank)
+    backend = "gloo" if device == "cpu" else "nccl"
+    if seat.world > 1 and not (torch.distributed.is_available() and torch.distributed.is_backend_available(backend)):
+        raise LaunchError(f"this build of torch has no {backend}; install the one from pytorch.org, or use one process")
+    return Rank(seat.rank, seat.world, seat.local_rank, device, backend, stopping, beat)
+
+
+def _alone(layout: Layout, quiet: bool, work: Work) -> int:
+    with tempfile.TemporaryDirectory(prefix="dtrain-") as name:
+        folder = Path(name)
+        code = _perform(work, layout, Seat(0, 1, 0, "alone", ""), folder, quiet)
+        if code == FAILED:
+            _tell(layout, folder, watch.reports(folder), {})
+        return code
+
+
+# ------------------------------------------------------------------------------------------- ranks of this machine
+
+
+def _spawned(layout: Layout, quiet: bool, folder: Path, work: Work) -> None:
+    """What an elastic worker runs."""
+    code = FAILED
+    try:
+        seat = seat_of(os.environ)
+        assert seat is not None
+        seat = Seat(seat.rank, seat.world, seat.local_rank, "elastic", seat.job)
+        parent = os.getppid()
+        code = _perform(work, layout, seat, folder, quiet)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    # A failed rank must not wait for its peers in some destructor, and a stopped one not for a dead parent.
+    if code == FAILED or os.getppid() != parent:
+        os._exit(code)
+
+
+@dataclass
+class _Watched:
+    """What the starting process knows of its ranks while they run."""
+
+    folder: Path
+    limits: Mapping[str, float]
+    signals: list[int] = field(default_factory=list)  # received by this process
+    told: set[int] = field(default_factory=set)  # ranks that the signal was passed to
+    ended: dict[int, watch.Report] = field(default_factory=dict)  # died without a report
+    hang: watch.Report | None = None
+    stacks: dict[int, str] = field(default_factory=dict)
+    failed_at: float | None = None
+    killed_at: float | None = None
+
+
+def _many(layout: Layout, quiet: bool, work: Work) -> int:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing"):
+        logging.getLogger(name).addHandler(logging.NullHandler())
+        logging.getLogger(name).propagate = False
+    world = layout.world
+    with tempfile.TemporaryDirectory(prefix="dtrain-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=world,
+            run_id=folder.name,
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            start_method="spawn",
+            # Slower than POLL_S: elastic collects the dead, and how they died must be seen before.
+            monitor_interval=4 * POLL_S,
+            # The first rank speaks for all; what the others' libraries say goes into the error report.
+            logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=dict.fromkeys(range(1, world), Std.ERR)),
+        )
+        outcome: list[BaseException] = []
+
+        def agent() -> None:
+            # Ranks inherit the mask, so that a signal waits until they can handle it. In this thread elastic does
+            # not take over the signals of the process.
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            try:
+                elastic_launch(config, _spawned)(layout, quiet, folder, work)
+            except BaseException as error:
+                outcome.append(error)
+
+        timeouts = layout.run.timeouts
+        w = _Watched(folder, {"start": timeouts.start, "step": timeouts.step, "save": timeouts.save})
+        before = set(multiprocessing.active_children())
+        thread = threading.Thread(target=agent, name="elastic", daemon=True)
+        with _handled(lambda number, frame: w.signals.append(number)):
+            thread.start()
+            while thread.is_alive():
+                thread.join(POLL_S)
+                _look(w)
+                if _should_end(w) and thread.is_alive():
+                    for child in set(multiprocessing.active_children()) - before:
+                        child.kill()
+                if w.killed_at is not None and time.monotonic() - w.killed_at > GONE_S:
+                    break
+        return _conclude(layout, w, outcome)
+
+
+def _look(w: _Watched) -> None:
+    """One look at the ranks: who died, who failed, who is late; and pass a signal on."""
+    now, seen = time.monotonic(), watch.beats(w.folder)
+    if w.killed_at is None:
+        for rank, b in seen.items():
+            code = _exit_code(b.pid)
+            if code and rank not in w.ended and not (w.folder / f"rank{rank}.json").exists():
+                w.ended[rank] = watch.death(rank, now - POLL_S, code)
+    if w.failed_at is None and (w.ended or watch.reports(w.folder)):
+        w.failed_at = now
+    if w.failed_at is None and (limit := watch.overdue(seen, w.limits, now)) is not None:
+        w.stacks = watch.stacks(w.folder, seen)
+        w.hang = watch.hang(watch.beats(w.folder), w.stacks, {**w.limits, "done": limit}, now)
+        w.failed_at = now - GRACE_S
+    if w.signals:
+        for rank, b in seen.items():
+            if rank not in w.told and b.phase != "done" and watch.alive(b.pid):
+                os.kill(b.pid, signal.SIGTERM)
+                w.told.add(rank)
+
+
+def _exit_code(pid: int) -> int | None:
+    """How a child ended, minus the signal for a killed one, without collecting it; None while it runs."""
+    if not hasattr(os, "waitid"):
+        return None
+    try:
+        info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    if info is None:
+        return None
+    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+
+
+def _should_end(w: _Watched) -> bool:
+    """Whether the ranks still there are to be killed: a grace time after a failure, at once on a second signal."""
+    now = time.monotonic()
+    if (w.failed_at is not None and now - w.failed_at >= GRACE_S) or len(w.signals) > 1:
+        w.killed_at = w.killed_at or now
+        return True
+    return False
+
+
+def _conclude(layout: Layout, w: _Watched, outcome: list[BaseException]) -> int:
+    """Tell how it ended; returns the exit code."""
+    if len(w.signals) > 1 and w.failed_at is None:
+        return 128 + w.signals[-1]
+    seen = watch.beats(w.folder)
+    if not outcome and w.failed_at is None:
+        received = w.signals or [b.signal for b in seen.values() if b.signal]
+        return 128 + received[0] if received else FINISHED
+    found = [*watch.reports(w.folder), *w.ended.values(), *([w.hang] if w.hang else [])]
+    if not found:  # nothing was seen of it here: what elastic says
+        found = _elastic_failures(outcome)
+    logs = {int(p.parent.name): p.read_text(errors="replace") for p in w.folder.rglob("stderr.log")}
+    extra = {f"stack of rank {r}": text for r, text in {**_crash_stacks(w.folder), **w.stacks}.items()}
+    extra |= {f"stderr of rank {r}": text[-20_000:] for r, text in sorted(logs.items())}
+    _tell(layout, w.folder, found, extra)
+    return FAILED
+
+
+def _elastic_failures(outcome: list[BaseException]) -> list[watch.Report]:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    found, now = [], time.monotonic()
+    for error in outcome:
+        if isinstance(error, ChildFailedError):
+            found += [watch.death(rank, now, f.exitcode) for rank, f in error.failures.items()]
+        else:
+            found.append(watch.report(0, error))
+    return found
+
+
+def _crash_stacks(folder: Path) -> dict[int, str]:
+    return {int(p.stem[4:]): p.read_text(errors="replace") for p in sorted(folder.glob("rank*.stack"))}
+
+
+def _tell(layout: Layout, folder: Path, found: list[watch.Report], extra: Mapping[str, str]) -> None:
+    """Print the first cause as the last line, before it where the rest is written."""
+    cause = watch.first_cause(found)
+    if cause is None:
+        return
+    seen = watch.beats(folder)
+    at = layouts.coords(layout, cause.rank)
+    place = ", ".join(f"{dim} {i}" for dim, i in at.items() if layout.sizes[dim] > 1)
+    line = watch.verdict(cause, seen.get(cause.rank), place)
+    if cause.kind != "user":
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        path = Path(layout.run.folder or ".") / "errors" / f"{stamp}-rank{cause.rank}.txt"
+        try:
+            watch.write_errors(path, line, cause, found, seen, extra)
+            _say(f"traceback, stacks and messages of all ranks: {path}")
+        except OSError as error:
+            _say(f"{cause.trace}({path} cannot be written: {error.strerror})")
+    _say(line)
+
+
+# ----------------------------------------------------------------------------------------- inside torchrun or srun
+
+
+def _one_of_many(layout: Layout, seat: Seat, quiet: bool, work: Work) -> int:
+    os.environ.update(seat.env)
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    folder = Path(tempfile.gettempdir()) / f"dtrain-{user}-{re.sub(r'[^A-Za-z0-9.-]', '_', seat.job)}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    (folder / f"rank{seat.rank}.json").unlink(missing_ok=True)
+    if seat.local_rank == 0:
+        threading.Thread(target=_guard, args=(layout, seat, folder), name="guard", daemon=True).start()
+    code = _perform(work, layout, seat, folder, quiet)
+    if code == FAILED:
+        mine = [r for r in watch.reports(folder) if r.rank == seat.rank]
+        told = {r.message for r in watch.reports(folder) if r.rank != seat.rank and r.kind == "user"}
+        if not (mine[0].kind == "user" and mine[0].message in told):
+            _tell(layout, folder, mine, {})
+        sys.stdout.flush()
+        os._exit(code)  # not through destructors that wait for peers
+    return code
+
+
+def _guard(layout: Layout, seat: Seat, folder: Path) -> None:
+    """On a node's first rank, in a thread: end the node's ranks when one of them failed, died or hangs."""
+    timeouts = layout.run.timeouts
+    limits = {"start": timeouts.start, "step": timeouts.step, "save": timeouts.save}
+    started, failed_at = time.monotonic(), None
+    pids: dict[int, int] = {}
+    while True:
+        time.sleep(0.5)
+        now = time.monotonic()
+        # What an earlier run of the same name left is older than this one, but for what is being started.
+        seen = {
+            r: b
+            for r, b in watch.beats(folder).items()
+            if pids.get(r) == b.pid or (watch.alive(b.pid) and b.at > started - 60)
+        }
+        pids |= {r: b.pid for r, b in seen.items()}
+        found = [r for r in watch.reports(folder) if r.at > started]
+        dead = [b for b in seen.values() if b.phase != "done" and not watch.alive(b.pid)]
+        if found or dead:
+            failed_at = failed_at or now
+        elif (limit := watch.overdue(seen, limits, now)) is not None:
+            stacks = watch.stacks(folder, seen)
+            hang = watch.hang(seen, stacks, {**limits, "done": limit}, now)
+            _tell(layout, folder, [hang], {f"stack of rank {r}": s for r, s in stacks.items()})
+            failed_at = now - GRACE_S
+        if failed_at is not None and now - failed_at >= GRACE_S:
+            reported = {r.rank for r in found}
+            for b in dead:
+                if b.rank not in reported and not found:
+                    _tell(layout, folder, [watch.Report(b.rank, now, "death", "ended without a word")], {})
+            for b in sorted(seen.values(), key=lambda b: b.rank == seat.rank):
+                if watch.alive(b.pid):
+                    os.kill(b.pid, signal.SIGKILL)

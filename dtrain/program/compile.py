@@ -1,0 +1,150 @@
+"""The one place that compiles: each distinct graph goes through Inductor once.
+
+Only what computes is compiled. `unshard`, `reduce` and `publish` are collectives and copies, and run as the FX
+modules they are.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from dtrain.program.interpret import Call, Calls, unit_segment
+from dtrain.program.lower import Graph, Program
+from dtrain.program.schedule import Action
+from dtrain.torch_private import cpp_compiler, inductor_compile
+
+GRAPH_OF = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
+Name = tuple[str, str]  # (segment, graph)
+
+
+class CompileError(Exception):
+    """The machine cannot compile as asked; one line for a person."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How the ranks of one machine share the work: this one is `turn` of `turns` and first compiles its part of
+    what any of them calls; all `meet`, and find the rest in Inductor's cache on disk."""
+
+    turn: int = 0
+    turns: int = 1
+    meet: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """`calls` for the interpreter, how many graphs were compiled, the `seconds` that took and, where compiling
+    was left to the machine and it cannot, the `notice` to give."""
+
+    calls: Calls
+    graphs: int
+    seconds: float
+    notice: str | None = None
+
+
+def called(program: Program, actions: Iterable[Action]) -> list[Name]:
+    """The graphs that compute in these actions, largest first, each once."""
+    layers = program.job.layers
+    names = {(unit_segment(a.unit, layers)[0], GRAPH_OF[a.kind]) for a in actions if a.kind in GRAPH_OF}
+    graphs = {n: _graph(program, n) for n in names}
+    return sorted((n for n, g in graphs.items() if _computes(g)), key=lambda n: (-len(graphs[n].module.graph.nodes), n))
+
+
+def uncompiled(program: Program, device: str = "cpu") -> Calls:
+    """The graphs themselves as what the interpreter calls."""
+    return {(s.name, k): _on(g.module, device) for s in program.segments.values() for k, g in s.graphs.items()}
+
+
+def compile_program(
+    program: Program,
+    mode: str,
+    device: str,
+    mine: Iterable[Action],
+    everyones: Iterable[Action] = (),
+    sharing: Sharing | None = None,
+) -> Compiled:
+    """What to call for each graph, under `mode` on, off or auto (on where the machine can).
+
+    `mine` are the actions of this rank, `everyones` those of all. The names of groups must be registered. Raises
+    CompileError for `on` without a compiler.
+    """
+    started, sharing = time.perf_counter(), sharing or Sharing()
+    calls = dict(uncompiled(program, device))
+    lacking = missing_compiler(device) if mode != "off" else None
+    if mode == "on" and lacking:
+        raise CompileError(f"run.compile: on; {lacking}; install it, or use run.compile=off")
+    if mode == "off" or lacking:
+        notice = f"run.compile: off, because {lacking}: the same graphs run uncompiled" if lacking else None
+        sharing.meet()
+        return Compiled(calls, 0, time.perf_counter() - started, notice)
+    wanted, shared = called(program, mine), called(program, everyones)
+    for name in shared[sharing.turn :: sharing.turns]:
+        _compile(program, name, device)
+    sharing.meet()
+    for name in wanted:
+        calls[name] = _compile(program, name, device)
+    return Compiled(calls, len(wanted), time.perf_counter() - started)
+
+
+def missing_compiler(device: str) -> str | None:
+    """What this machine lacks for compiling, or None."""
+    if cpp_compiler() is None:
+        return "there is no C++ compiler (g++ or clang++)"
+    if device != "cpu" and importlib.util.find_spec("triton") is None:
+        return "there is no Triton"
+    return None
+
+
+def _graph(program: Program, name: Name) -> Graph:
+    return program.segments[name[0]].graphs[name[1]]
+
+
+def _computes(g: Graph) -> bool:
+    return any(n.op == "call_function" for n in g.module.graph.nodes)
+
+
+def _on(module: fx.GraphModule, device: str) -> fx.GraphModule:
+    """Graphs are traced on fake CPU tensors; what they create themselves must be made on the device."""
+    if device == "cpu":
+        return module
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in graph.nodes:
+        if "device" in node.kwargs:
+            node.update_kwarg("device", torch.device(device))
+    return fx.GraphModule(module, graph)
+
+
+def _compile(program: Program, name: Name, device: str) -> Call:
+    g = _graph(program, name)
+    # Strides count: Inductor writes code for the layout that was traced.
+    examples = [
+        torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=device)
+        for v in (n.meta["val"] for n in g.module.graph.find_nodes(op="placeholder"))
+    ]
+    with torch.no_grad():
+        call = inductor_compile(_on(g.module, device), examples)
+    return _checked(call, f"{name[0]}.{name[1]}", g.inputs, examples)
+
+
+def _checked(call: Call, what: str, keys: Sequence[str], examples: Sequence[Tensor]) -> Call:
+    """Compiled code holds for one set of shapes: another is an error, never a recompilation."""
+    want = [(e.shape, e.dtype, e.stride()) for e in examples]
+
+    def run(*args: Tensor) -> Sequence[Tensor]:
+        given = []
+        for key, x, (shape, dtype, stride) in zip(keys, args, want, strict=True):
+            if x.shape != shape or x.dtype != dtype:
+                raise RuntimeError(
+                    f"{what} was compiled for {key} {tuple(shape)} {dtype}, not {tuple(x.shape)} {x.dtype}"
+                )
+            given.append(x if x.stride() == stride else x.new_empty_strided(shape, stride).copy_(x))
+        return call(*given)
+
+    return run
