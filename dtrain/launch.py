@@ -1,8 +1,9 @@
 """Ranks and rendezvous: the only reader of the environment.
 
-One process trains in this very process. More on one machine are started through torch elastic. Inside torchrun or
-srun this process is one rank of many, and what they say is used. Whoever starts ranks also watches them: it names
-the first cause when one fails, the rank that is behind when none moves, and passes a request to stop on.
+One process trains in this very process. More on one machine are started through torch elastic. Inside
+torchrun or srun this process is one rank of many, and what they say is used. Whoever starts ranks also
+watches them: it names the first cause when one fails, the rank that is behind when none moves, and passes a
+request to stop on.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -19,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +48,9 @@ class LaunchError(Exception):
 class Rank:
     """One rank's place: `device` is `cpu` or `cuda:N`, `backend` gloo or nccl.
 
-    `stopping()` says whether a signal asked this rank to stop; all ranks agree on it in the step's own all-reduce.
-    `beat(step, what)` is called before each action (`what` as it prints) and with `start` and `save` before those
-    phases; it costs about a microsecond.
+    `stopping()` says whether a signal asked this rank to stop; all ranks agree on it in the step's own
+    all-reduce. `beat(step, what)` is called before each action (`what` as it prints) and with `start` and
+    `save` before those phases; it costs about a microsecond.
     """
 
     rank: int
@@ -62,8 +64,8 @@ class Rank:
 
 @dataclass(frozen=True)
 class Seat:
-    """What a launcher says of this process. `job` is a name that the ranks of this run on a machine share, `by`
-    who started it; `env` what torch.distributed still needs in the environment."""
+    """What a launcher says of this process. `job` is a name that the ranks of this run on a machine share,
+    `by` who started it; `env` what torch.distributed still needs in the environment."""
 
     rank: int
     world: int
@@ -73,15 +75,17 @@ class Seat:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-# ------------------------------------------------------------------------------------------------ the environment
+# -------------------------------------------------------------------------------------------- the environment
 
 
 def seat_of(env: Mapping[str, str]) -> Seat | None:
     """What torchrun or srun say of this process; None where neither started it."""
     if {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= env.keys():
-        job = "-".join(env.get(k, "") for k in ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"))
+        names = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+        job = "-".join(env.get(name, "") for name in names)
         return Seat(_int(env, "RANK"), _int(env, "WORLD_SIZE"), _int(env, "LOCAL_RANK"), "torchrun", job)
-    # A batch script and an interactive shell also have SLURM_PROCID; only srun's tasks belong to a step of several.
+    # A batch script and an interactive shell also have SLURM_PROCID; only srun's tasks belong to a step of
+    # several.
     step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID"))
     if step is None or "SLURM_PROCID" not in env:
         return None
@@ -107,7 +111,9 @@ def _int(env: Mapping[str, str], name: str) -> int:
     try:
         return int(env[name])
     except (KeyError, ValueError):
-        raise LaunchError(f"the environment's {name} is {env.get(name)!r}; it must be a whole number") from None
+        raise LaunchError(
+            f"the environment's {name} is {env.get(name)!r}; it must be a whole number"
+        ) from None
 
 
 def first_host(nodes: str) -> str:
@@ -121,8 +127,8 @@ def first_host(nodes: str) -> str:
 def device_of(gpu: str, rank: int, local_rank: int, visible: int) -> str:
     """The device of a rank on a node where this process sees `visible` GPUs.
 
-    SLURM may show each task its own GPU only: then that is device 0, whatever the local rank. Raises LaunchError
-    where the rank has none.
+    SLURM may show each task its own GPU only: then that is device 0, whatever the local rank. Raises
+    LaunchError where the rank has none.
     """
     if gpu == "cpu" or visible == 0:
         return "cpu"
@@ -173,8 +179,8 @@ def check_seat(layout: Layout, seat: Seat) -> None:
         )
     if layout.cluster.gpu != "cpu" and seat.rank % per_node != seat.local_rank:
         raise LaunchError(
-            f"rank {seat.rank} is number {seat.local_rank} on its node; the layout needs ranks packed node by node, "
-            f"{per_node} each, so it should be {seat.rank % per_node} (srun: --distribution=block)"
+            f"rank {seat.rank} is number {seat.local_rank} on its node; the layout needs ranks packed node "
+            f"by node, {per_node} each, so it should be {seat.rank % per_node} (srun: --distribution=block)"
         )
 
 
@@ -185,16 +191,17 @@ def commands(layout: Layout, argv: str) -> str:
     return (
         f"on each node: torchrun --nnodes={nodes} --nproc-per-node={each} --rdzv-backend=c10d "
         f"--rdzv-endpoint=FIRST_HOST:29500 -m dtrain.cli run {argv}; "
-        f"or under SLURM: srun --nodes={nodes} --ntasks-per-node={each}{gpus} --kill-on-bad-exit=1 dtrain run {argv}"
+        f"or under SLURM: srun --nodes={nodes} --ntasks-per-node={each}{gpus} --kill-on-bad-exit=1 "
+        f"dtrain run {argv}"
     )
 
 
-# ----------------------------------------------------------------------------------------------------------- start
+# ------------------------------------------------------------------------------------------------------ start
 
 
 def start(path: str, overrides: list[str], quiet: bool, work: Work | None = None) -> int:
-    """Run a layout; returns the exit code. `work` is what each rank does, `dtrain.train.train` by default; it is
-    sent to the ranks, so it must be a function of a module.
+    """Run a layout; returns the exit code. `work` is what each rank does, `dtrain.train.train` by default; it
+    is sent to the ranks, so it must be a function of a module.
 
     Whatever can be known before processes start is checked before they start, and told in one line.
     """
@@ -238,11 +245,17 @@ def _check(layout: Layout, seat: Seat | None, argv: str) -> None:
     plan(layout)
 
 
+def _limits(layout: Layout) -> dict[str, float]:
+    """Seconds without a sign of life, by phase."""
+    t = layout.run.timeouts
+    return {"start": t.start, "step": t.step, "save": t.save}
+
+
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-# -------------------------------------------------------------------------------------------------------- one rank
+# --------------------------------------------------------------------------------------------------- one rank
 
 
 @contextmanager
@@ -260,15 +273,12 @@ def _handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
 
 
 def _perform(work: Work, layout: Layout, seat: Seat, folder: Path, quiet: bool) -> int:
-    """Do the work of one rank; its heartbeat, and its report if it fails, go to `folder`. Returns an exit code."""
+    """Do the work of one rank; its heartbeat, and its report if it fails, go to `folder`. Returns an exit
+    code."""
     asked: list[int] = []
     memory = watch.heart(folder, seat.rank)
-    parent = os.getppid()
 
     def on_signal(number: int, frame: Any) -> None:
-        # Whoever started us has gone (the kernel then sends SIGINT) and nobody will collect this process.
-        if asked and seat.by == "elastic" and os.getppid() != parent and watch.finished(memory):
-            os._exit(128 + number)
         watch.note_signal(memory, number)
         asked.append(number)
         if len(asked) > 1 and seat.by == "alone":  # the others are ended by who started them
@@ -309,8 +319,11 @@ def _rank(
         torch.cuda.set_device(device)
         claim(folder, str(torch.cuda.get_device_properties(device).uuid), seat.rank)
     backend = "gloo" if device == "cpu" else "nccl"
-    if seat.world > 1 and not (torch.distributed.is_available() and torch.distributed.is_backend_available(backend)):
-        raise LaunchError(f"this build of torch has no {backend}; install the one from pytorch.org, or use one process")
+    dist = torch.distributed
+    if seat.world > 1 and not (dist.is_available() and dist.is_backend_available(backend)):
+        raise LaunchError(
+            f"this build of torch has no {backend}; use one from pytorch.org, or a single process"
+        )
     return Rank(seat.rank, seat.world, seat.local_rank, device, backend, stopping, beat)
 
 
@@ -323,18 +336,25 @@ def _alone(layout: Layout, quiet: bool, work: Work) -> int:
         return code
 
 
-# ------------------------------------------------------------------------------------------- ranks of this machine
+# -------------------------------------------------------------------------------------- ranks of this machine
 
 
 def _spawned(layout: Layout, quiet: bool, folder: Path, work: Work) -> None:
     """What an elastic worker runs."""
-    code = FAILED
+    parent, code = os.getppid(), FAILED
+
+    def orphaned(number: int, frame: Any) -> None:
+        # Outside of the work a signal only matters once the starting process has died: the kernel sends SIGINT
+        # then, and nobody will collect this one.
+        if os.getppid() != parent:
+            os._exit(128 + number)
+
+    for number in SIGNALS:
+        signal.signal(number, orphaned)
     try:
         seat = seat_of(os.environ)
         assert seat is not None
-        seat = Seat(seat.rank, seat.world, seat.local_rank, "elastic", seat.job)
-        parent = os.getppid()
-        code = _perform(work, layout, seat, folder, quiet)
+        code = _perform(work, layout, replace(seat, by="elastic"), folder, quiet)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -382,21 +402,22 @@ def _many(layout: Layout, quiet: bool, work: Work) -> int:
             # Slower than POLL_S: elastic collects the dead, and how they died must be seen before.
             monitor_interval=4 * POLL_S,
             # The first rank speaks for all; what the others' libraries say goes into the error report.
-            logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=dict.fromkeys(range(1, world), Std.ERR)),
+            logs_specs=DefaultLogsSpecs(
+                log_dir=str(folder / "logs"), redirects=dict.fromkeys(range(1, world), Std.ERR)
+            ),
         )
         outcome: list[BaseException] = []
 
         def agent() -> None:
-            # Ranks inherit the mask, so that a signal waits until they can handle it. In this thread elastic does
-            # not take over the signals of the process.
+            # Ranks inherit the mask, so that a signal waits until they can handle it. In this thread elastic
+            # does not take over the signals of the process.
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             try:
                 elastic_launch(config, _spawned)(layout, quiet, folder, work)
             except BaseException as error:
                 outcome.append(error)
 
-        timeouts = layout.run.timeouts
-        w = _Watched(folder, {"start": timeouts.start, "step": timeouts.step, "save": timeouts.save})
+        w = _Watched(folder, _limits(layout))
         before = set(multiprocessing.active_children())
         thread = threading.Thread(target=agent, name="elastic", daemon=True)
         with _handled(lambda number, frame: w.signals.append(number)):
@@ -447,7 +468,8 @@ def _exit_code(pid: int) -> int | None:
 
 
 def _should_end(w: _Watched) -> bool:
-    """Whether the ranks still there are to be killed: a grace time after a failure, at once on a second signal."""
+    """Whether the ranks still there are to be killed: a grace time after a failure, at once on a second
+    signal."""
     now = time.monotonic()
     if (w.failed_at is not None and now - w.failed_at >= GRACE_S) or len(w.signals) > 1:
         w.killed_at = w.killed_at or now
@@ -509,7 +531,7 @@ def _tell(layout: Layout, folder: Path, found: list[watch.Report], extra: Mappin
     _say(line)
 
 
-# ----------------------------------------------------------------------------------------- inside torchrun or srun
+# ------------------------------------------------------------------------------------ inside torchrun or srun
 
 
 def _one_of_many(layout: Layout, seat: Seat, quiet: bool, work: Work) -> int:
@@ -520,47 +542,67 @@ def _one_of_many(layout: Layout, seat: Seat, quiet: bool, work: Work) -> int:
     (folder / f"rank{seat.rank}.json").unlink(missing_ok=True)
     if seat.local_rank == 0:
         threading.Thread(target=_guard, args=(layout, seat, folder), name="guard", daemon=True).start()
-    code = _perform(work, layout, seat, folder, quiet)
-    if code == FAILED:
-        mine = [r for r in watch.reports(folder) if r.rank == seat.rank]
-        told = {r.message for r in watch.reports(folder) if r.rank != seat.rank and r.kind == "user"}
-        if not (mine[0].kind == "user" and mine[0].message in told):
-            _tell(layout, folder, mine, {})
-        sys.stdout.flush()
-        os._exit(code)  # not through destructors that wait for peers
+    with _handled(lambda number, frame: None):  # torchrun asks to end as soon as one rank has
+        code = _perform(work, layout, seat, folder, quiet)
+        if code == FAILED:
+            _tell(layout, folder, _to_tell(folder, seat.rank), {})
+            sys.stdout.flush()
+            os._exit(code)  # not through destructors that wait for peers
+    if seat.local_rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
     return code
+
+
+def _to_tell(folder: Path, rank: int) -> list[watch.Report]:
+    """What a rank that failed has to tell: nothing if it only lost a peer of this machine that tells itself,
+    or if a lower rank has the same complaint; the end of a peer that died without a word."""
+    reports = watch.reports(folder)
+    mine = next(r for r in reports if r.rank == rank)
+    if mine.kind == "user":
+        return [] if any(r.rank < rank and r.message == mine.message for r in reports) else [mine]
+    if mine.kind != "collateral":
+        return [mine]
+    time.sleep(1)  # the peers' own reports
+    reports = watch.reports(folder)
+    dead = _dead(watch.beats(folder), reports)
+    if dead:
+        return dead[:1] if rank == min(r.rank for r in reports) else []
+    return [mine] if watch.first_cause(reports) == mine else []
+
+
+def _dead(seen: Mapping[int, watch.Beat], reports: list[watch.Report]) -> list[watch.Report]:
+    """Ranks that have ended without finishing and without a report."""
+    known = {r.rank for r in reports}
+    return [
+        watch.Report(b.rank, b.at, "death", "was killed or ended without a word")
+        for b in seen.values()
+        if b.rank not in known and b.phase != "done" and not watch.alive(b.pid)
+    ]
 
 
 def _guard(layout: Layout, seat: Seat, folder: Path) -> None:
     """On a node's first rank, in a thread: end the node's ranks when one of them failed, died or hangs."""
-    timeouts = layout.run.timeouts
-    limits = {"start": timeouts.start, "step": timeouts.step, "save": timeouts.save}
+    limits = _limits(layout)
     started, failed_at = time.monotonic(), None
     pids: dict[int, int] = {}
     while True:
         time.sleep(0.5)
         now = time.monotonic()
-        # What an earlier run of the same name left is older than this one, but for what is being started.
-        seen = {
-            r: b
-            for r, b in watch.beats(folder).items()
-            if pids.get(r) == b.pid or (watch.alive(b.pid) and b.at > started - 60)
-        }
+        # What an earlier run of the same name may have left is not of processes that live.
+        seen = {r: b for r, b in watch.beats(folder).items() if pids.get(r) == b.pid or watch.alive(b.pid)}
         pids |= {r: b.pid for r, b in seen.items()}
         found = [r for r in watch.reports(folder) if r.at > started]
-        dead = [b for b in seen.values() if b.phase != "done" and not watch.alive(b.pid)]
-        if found or dead:
-            failed_at = failed_at or now
-        elif (limit := watch.overdue(seen, limits, now)) is not None:
+        dead = _dead(seen, found)
+        if failed_at is None and (found or dead):
+            failed_at = now
+        elif failed_at is None and (limit := watch.overdue(seen, limits, now)) is not None:
             stacks = watch.stacks(folder, seen)
             hang = watch.hang(seen, stacks, {**limits, "done": limit}, now)
             _tell(layout, folder, [hang], {f"stack of rank {r}": s for r, s in stacks.items()})
             failed_at = now - GRACE_S
         if failed_at is not None and now - failed_at >= GRACE_S:
-            reported = {r.rank for r in found}
-            for b in dead:
-                if b.rank not in reported and not found:
-                    _tell(layout, folder, [watch.Report(b.rank, now, "death", "ended without a word")], {})
+            if dead and not found:
+                _tell(layout, folder, dead[:1], {})
             for b in sorted(seen.values(), key=lambda b: b.rank == seat.rank):
                 if watch.alive(b.pid):
                     os.kill(b.pid, signal.SIGKILL)

@@ -304,6 +304,20 @@ def simulate(mesh: Mesh, names: Iterable[str], work: Callable[[int, Groups], T])
     return [results[r] for r in range(mesh.world)]
 
 
+@contextmanager
+def stand_ins(mesh: Mesh, names: Iterable[str]) -> Iterator[None]:
+    """While open, the group names resolve to groups of the right size that nobody talks through: what the
+    compiler needs to see."""
+    groups = {name: SimulatedGroup(0, _Meeting(group_size(mesh, name), threading.Event()), {}) for name in names}
+    for name, group in groups.items():
+        register_group(name, group)
+    try:
+        yield
+    finally:
+        for name in groups:
+            unregister_group(name)
+
+
 # --------------------------------------------------------------------------------------------- real world
 
 
@@ -319,4 +333,30 @@ def join(mesh: Mesh, names: Iterable[str], rank: int, backend: str, timeout: flo
             if rank in members:
                 groups[name] = group
                 register_group(name, group)
+    return groups
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds that a rank waits for the others: to start (compile, load), in a step, in a save."""
+
+    start: float
+    step: float
+    save: float
+
+
+def join_world(mesh: Mesh, names: Iterable[str], rank: int, backend: str, device: str, limits: Limits) -> Groups:
+    """Join the processes of the run: the groups called `names`, and `start` and `save` over all ranks for what is
+    agreed on outside of steps. One process has no groups. The rendezvous is read from the environment by torch.
+    """
+    if mesh.world == 1:
+        return {}
+    first = {"timeout": timedelta(seconds=limits.start), "rank": rank, "world_size": mesh.world}
+    if backend == "nccl":
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device(device), **first)
+    else:
+        dist.init_process_group(backend, **first)
+    groups = dict(join(mesh, names, rank, backend, limits.step))
+    groups["start"] = dist.new_group(backend="gloo", timeout=timedelta(seconds=limits.start))
+    groups["save"] = dist.new_group(backend="gloo", timeout=timedelta(seconds=limits.save))
     return groups

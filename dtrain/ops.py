@@ -103,8 +103,8 @@ def dropout(
     """
     index = rng.fold(sample_B, 0)
     for i, axis in enumerate(axes.split()[1:], 1):
-        # Positions enter by xor with a hash. Were they hashed themselves, a C++ compiler that knows their range
-        # would take the wrapping products for overflows that cannot happen, and compile another mask.
+        # Positions enter by xor with a hash. Were they hashed themselves, a C++ compiler that knows their
+        # range would take the wrapping products for overflows that cannot happen: another mask.
         index = rng.fold(index[..., None] ^ positions(here, x, axis, i), i)
     keep = rng.keep_mask(key, site, index, rate)
     return (x / (1.0 - rate)).masked_fill(~keep, 0.0)

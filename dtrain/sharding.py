@@ -6,8 +6,8 @@ asks for is recorded in the graph with the model line that asked (`node.meta["si
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.fx import Node
+from torch.overrides import TorchFunctionMode
 
 from dtrain.axes import AxesError, Here, On, Rules, Split, inherit, notation, parse, split
 from dtrain.torch_private import tracing_graph
@@ -48,10 +50,10 @@ class Tracing:
 
 def site(model: str) -> str:
     """`file.py:12` of the innermost model line being run."""
-    for frame in reversed(traceback.extract_stack()):
-        if frame.filename == model:
-            return f"{model}:{frame.lineno}"
-    return model
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename != model:
+        frame = frame.f_back
+    return model if frame is None else f"{model}:{frame.f_lineno}"
 
 
 def placements(dims: tuple[str, ...], cut: Split, summed: tuple[str, ...] = ()) -> Placements:
@@ -92,15 +94,65 @@ def wrap(local: Tensor, mesh: DeviceMesh, where: Placements) -> DTensor:
 @contextmanager
 def asked(where: str) -> Iterator[None]:
     """Collectives recorded inside were asked for by the model line `where`."""
-    graph = tracing_graph()
-    last = next(iter(reversed(graph.nodes)), None) if graph is not None else None
+    begin = _last_node()
     yield
-    if graph is None:
-        return
-    node = graph._root.next if last is None else last.next
-    while node is not graph._root:
-        node.meta["site"] = where
-        node = node.next
+    _mark_since(begin, "site", where)
+
+
+def _last_node() -> Node | None:
+    """Of the graph being recorded, if one is; its root where it is empty."""
+    graph = tracing_graph()
+    return None if graph is None else graph._root.prev
+
+
+def _mark_since(begin: Node | None, key: str, where: str) -> None:
+    """Set `node.meta[key]` on the nodes recorded after `begin`."""
+    while begin is not None and begin.next.op != "root":
+        begin = begin.next
+        begin.meta[key] = where
+
+
+class model_lines(TorchFunctionMode):  # noqa: N801  (reads as a word in `with`)
+    """While open, every node recorded gets the model line it comes from as `node.meta["line"]`, and so does, in its
+    `metadata`, every autograd node that is made."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__()
+        self.model = model
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        where, begin = site(self.model), _last_node()
+        out = func(*args, **(kwargs or {}))
+        _mark_since(begin, "line", where)
+        results = out if isinstance(out, (tuple, list)) else (out,)
+        for fn in _autograd_nodes([x for x in results if isinstance(x, Tensor)], lambda fn: "line" in fn.metadata):
+            fn.metadata["line"] = where
+        return out
+
+
+def mark_backward(y: Tensor) -> None:
+    """Nodes that the backward of `y` records get the model line of what they differentiate."""
+
+    def hook(fn: Any, where: str) -> None:
+        begins: list[Node | None] = []
+        fn.register_prehook(lambda grads: begins.append(_last_node()))
+        fn.register_hook(lambda results, grads: _mark_since(begins.pop(), "line", where))
+
+    for fn in list(_autograd_nodes([y], lambda fn: False)):
+        if "line" in fn.metadata:
+            hook(fn, fn.metadata["line"])
+
+
+def _autograd_nodes(tensors: Sequence[Tensor], known: Callable[[Any], bool]) -> Iterator[Any]:
+    """The autograd nodes behind tensors, each once, down to those that are known."""
+    stack: list[Any] = [x.grad_fn for x in tensors]
+    seen: set[Any] = set()
+    while stack:
+        fn = stack.pop()
+        if fn is not None and fn not in seen and not known(fn):
+            seen.add(fn)
+            stack.extend(f for f, _ in fn.next_functions)
+            yield fn
 
 
 class Held:

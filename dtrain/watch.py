@@ -1,8 +1,8 @@
 """How the ranks of a machine watch one another: heartbeats, reports of failures, and who is to blame.
 
-Each rank has three files in a folder that the ranks of a machine share: `rank3.beat`, a small memory map of where
-it is; `rank3.json`, why it failed; `rank3.stack`, where its threads were when it crashed or was asked. No process
-of the run is needed to read them, so a rank that hangs or dies is seen all the same.
+Each rank has three files in a folder that the ranks of a machine share: `rank3.beat`, a small memory map of
+where it is; `rank3.json`, why it failed; `rank3.stack`, where its threads were when it crashed or was asked.
+No process of the run is needed to read them, so a rank that hangs or dies is seen all the same.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def heart(folder: Path, rank: int) -> mmap.mmap:
 
 
 def beater(memory: mmap.mmap) -> Callable[[int, str], None]:
-    """`beat(step, what)`: what this rank is about to do. `start` and `save` have their own time limits; so has the
-    first step, in which kernels are compiled and buffers made, the limit of `start`.
+    """`beat(step, what)`: what this rank is about to do. `start` and `save` have their own time limits; so
+    has the first step, in which kernels are compiled and buffers made, the limit of `start`.
     """
     first: list[int] = []
 
@@ -110,13 +110,13 @@ def alive(pid: int) -> bool:
         return True
 
 
-# ------------------------------------------------------------------------------------------------------ failures
+# --------------------------------------------------------------------------------------------------- failures
 
 
 @dataclass(frozen=True)
 class Report:
-    """Why a rank failed. `kind`: `user` (a mistake of the user's, the message says it all), `error`, `collateral`
-    (it lost its peers or waited for one in vain), `death` (it ended without a word), `hang`."""
+    """Why a rank failed. `kind`: `user` (a mistake of the user's, the message says it all), `error`,
+    `collateral` (it lost its peers or waited for one in vain), `death` (it ended without a word), `hang`."""
 
     rank: int
     at: float
@@ -128,8 +128,8 @@ class Report:
 # What gloo, NCCL and the store say when a peer is gone or late.
 _LOST_PEER = re.compile(
     r"clos(ed|ing)( the)? (by peer|connection)|connection (was )?(closed|reset|refused|aborted)|broken pipe"
-    r"|timed? ?out|network error|remote process|recvvalue failed|ncclsystemerror|ncclremoteerror|nccl communicator"
-    r"|failed to recv|stop_waiting|wait timeout|store.*(down|failed)|socket",
+    r"|timed? ?out|network error|remote process|recvvalue failed|ncclsystemerror|ncclremoteerror"
+    r"|nccl communicator|failed to recv|stop_waiting|wait timeout|store.*(down|failed)|socket",
     re.IGNORECASE,
 )
 
@@ -157,6 +157,7 @@ def _line(error: BaseException) -> str:
 
 def write_report(folder: Path, r: Report) -> None:
     path = folder / f"rank{r.rank}.json"
+    folder.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".new").write_text(json.dumps(asdict(r)))
     os.replace(path.with_suffix(".new"), path)
 
@@ -178,8 +179,9 @@ def death(rank: int, at: float, code: int) -> Report:
 
 
 def first_cause(found: Iterable[Report]) -> Report | None:
-    """The failure that the others follow from: what a peer's end or absence explains counts last, then the first
-    in time. An abort may be NCCL giving up on a peer, so it is only believed where nothing better is known."""
+    """The failure that the others follow from: what a peer's end or absence explains counts last, then the
+    first in time. An abort may be NCCL giving up on a peer, so it is only believed where nothing better is
+    known."""
 
     def order(r: Report) -> tuple[int, float]:
         doubtful = r.kind == "death" and ("SIGABRT" in r.message or "exit code" in r.message)
@@ -188,12 +190,12 @@ def first_cause(found: Iterable[Report]) -> Report | None:
     return min(found, key=order, default=None)
 
 
-# ---------------------------------------------------------------------------------------------------------- hangs
+# ------------------------------------------------------------------------------------------------------ hangs
 
 
 def overdue(seen: Mapping[int, Beat], limits: Mapping[str, float], now: float) -> float | None:
-    """The time limit in seconds that some rank has outrun, or None. While any rank is in a longer phase, such as
-    a save, the others may be waiting for it, so that phase's limit holds for all."""
+    """The time limit in seconds that some rank has outrun, or None. While any rank is in a longer phase, such
+    as a save, the others may be waiting for it, so that phase's limit holds for all."""
     running = [b for b in seen.values() if b.phase != "done"]
     if not running:
         return None
@@ -202,8 +204,8 @@ def overdue(seen: Mapping[int, Beat], limits: Mapping[str, float], now: float) -
 
 
 def behind(seen: Mapping[int, Beat], stacks: Mapping[int, str]) -> int:
-    """The rank that the others wait for: one that is not itself waiting in a collective, at the earliest step,
-    silent for the longest."""
+    """The rank that the others wait for: one that is not itself waiting in a collective, at the earliest
+    step, silent for the longest."""
     running = [b for b in seen.values() if b.phase != "done"]
     return min(running, key=lambda b: (waits(stacks.get(b.rank, "")), b.step, b.at)).rank
 
@@ -216,8 +218,8 @@ _WAITING = re.compile(
 
 
 def waits(stack: str) -> bool:
-    """Whether a dumped stack is that of a rank inside a collective (or, what looks the same, in some operation of
-    torch). Without a stack: yes, so that a rank with one that says otherwise comes first."""
+    """Whether a dumped stack is that of a rank inside a collective (or, what looks the same, in some
+    operation of torch). Without a stack: yes, so that a rank with one that says otherwise comes first."""
     frames = _FRAME.findall(stack.partition("Current thread")[2])
     if not frames:
         return True
@@ -226,8 +228,8 @@ def waits(stack: str) -> bool:
 
 
 def stacks(folder: Path, seen: Mapping[int, Beat], patience: float = 2.0) -> dict[int, str]:
-    """Ask every rank where its threads are. Works while they are stuck: the answer comes from a signal handler
-    that needs no Python."""
+    """Ask every rank where its threads are. Works while they are stuck: the answer comes from a signal
+    handler that needs no Python."""
     files = {rank: folder / f"rank{rank}.stack" for rank in seen}
     sizes = {rank: path.stat().st_size if path.exists() else -1 for rank, path in files.items()}
     for rank, b in seen.items():
@@ -242,7 +244,9 @@ def stacks(folder: Path, seen: Mapping[int, Beat], patience: float = 2.0) -> dic
     return {rank: files[rank].read_text(errors="replace") for rank, size in sizes.items() if size >= 0}
 
 
-def hang(seen: Mapping[int, Beat], stack: Mapping[int, str], limits: Mapping[str, float], now: float) -> Report:
+def hang(
+    seen: Mapping[int, Beat], stack: Mapping[int, str], limits: Mapping[str, float], now: float
+) -> Report:
     """The verdict on a run that makes no progress."""
     culprit = seen[behind(seen, stack)]
     waiting: dict[str, list[int]] = {}
@@ -256,33 +260,44 @@ def hang(seen: Mapping[int, Beat], stack: Mapping[int, str], limits: Mapping[str
     )
     limit = f"run.timeouts.{culprit.phase} is {limits[culprit.phase]:g} s"
     text = f"no progress for {now - culprit.at:.0f} s ({limit})"
-    return Report(culprit.rank, now, "hang", f"{text}; {others}" if others else text, stack.get(culprit.rank, ""))
+    return Report(
+        culprit.rank, now, "hang", f"{text}; {others}" if others else text, stack.get(culprit.rank, "")
+    )
 
 
-# -------------------------------------------------------------------------------------------------- what is told
+# ----------------------------------------------------------------------------------------------- what is told
 
 
 def verdict(r: Report, b: Beat | None, place: str = "") -> str:
-    """One line on the first cause: `rank 2 failed at step 3 in REDUCE(4): ...`. `place` is the rank's coordinates."""
+    """One line on the first cause: `rank 2 failed at step 3 in REDUCE(4): ...`. `place` is the rank's
+    coordinates."""
     if r.kind == "user":
         return r.message
     who = f"rank {r.rank}" + (f" ({place})" if place else "")
     where = "" if b is None else f"at step {b.step} in {b.what}" if b.step > 0 else f"in {b.what}"
     if r.kind == "death":
         return f"{who} {r.message} {where}".rstrip()
-    verb = "hangs" if r.kind == "hang" else "failed"
+    verb = {"hang": "hangs", "collateral": "lost a peer"}.get(r.kind, "failed")
     return f"{who} {verb}{' ' if where else ''}{where}: {r.message}"
 
 
 def write_errors(
-    path: Path, line: str, cause: Report, found: Iterable[Report], seen: Mapping[int, Beat], extra: Mapping[str, str]
+    path: Path,
+    line: str,
+    cause: Report,
+    found: Iterable[Report],
+    seen: Mapping[int, Beat],
+    extra: Mapping[str, str],
 ) -> None:
     """Everything that is known of a failure, the first cause on top. `extra`: heading -> text."""
     now = time.monotonic()
     parts = [line, cause.trace]
     parts += [
         "ranks",
-        *(f"  rank {b.rank}: step {b.step}, {b.what}, last seen {now - b.at:.1f} s ago" for b in seen.values()),
+        *(
+            f"  rank {b.rank}: step {b.step}, {b.what}, last seen {now - b.at:.1f} s ago"
+            for b in seen.values()
+        ),
         "",
     ]
     for r in found:

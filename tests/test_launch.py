@@ -1,19 +1,15 @@
-"""Starting, watching and ending ranks. The real processes talk over gloo; what they do is a small stand-in."""
+"""Starting, watching and ending ranks. The real processes talk over gloo; what they do is a small
+stand-in."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from pathlib import Path
 
-import pytest
-
-from dtrain import launch, watch
+from dtrain.launch import Rank
 from dtrain.layout import Layout, LayoutError
-from dtrain.launch import LaunchError, Rank, Seat, device_of, first_host, seat_of
-from dtrain.watch import Beat, Report
 
 LAYOUT = """
 cluster: {{nodes: {nodes}, gpus_per_node: {each}, gpu: cpu}}
@@ -28,7 +24,9 @@ run: {{steps: {steps}, folder: {folder}, timeouts: {{start: 60, step: {limit}, s
 def layout_file(tmp_path: Path, world: int, nodes: int = 1, steps: int = 6, limit: float = 60) -> str:
     path = tmp_path / "x.yaml"
     path.write_text(
-        LAYOUT.format(nodes=nodes, each=world // nodes, world=world, steps=steps, folder=tmp_path / "run", limit=limit)
+        LAYOUT.format(
+            nodes=nodes, each=world // nodes, world=world, steps=steps, folder=tmp_path / "run", limit=limit
+        )
     )
     return str(path)
 

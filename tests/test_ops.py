@@ -427,6 +427,8 @@ def test_a_dropout_mask_does_not_depend_on_how_the_tensor_is_cut() -> None:
     assert torch.equal(whole, rows) and torch.equal(whole, columns)
 
 
+# torch's own modules warn when Inductor imports them.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("shape", [(2, 8, 32), (3, 5, 7), (2, 4, 8, 8)], ids=str)
 def test_a_compiled_dropout_mask_is_the_same(shape: tuple[int, ...]) -> None:
     if shutil.which("g++") is None and shutil.which("clang++") is None:

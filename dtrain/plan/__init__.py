@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from dtrain import layout as layouts
 from dtrain.axes import inherit
 from dtrain.layout import Layout
-from dtrain.mesh import Mesh
+from dtrain.mesh import Mesh, flat_index
 from dtrain.program.lower import Job, store_tree
 from dtrain.program.schedule import Action, actions, compute_order, coordinate_of, forward_only, unit_ranges
 from dtrain.storage import Stored
@@ -91,6 +91,13 @@ def plan(layout: Layout) -> Plan:
         layouts.data_parallel(layout),
         microbatches,
     )
+
+
+def rows(plan: Plan, at: Mapping[str, int], mb: int | None = None) -> range:
+    """Which rows of the global batch a rank at these coordinates reads for a microbatch, or for all of them."""
+    each = plan.microbatches * plan.job.batch
+    first = flat_index(plan.job.mesh, plan.data_dims, at) * each
+    return range(first, first + each) if mb is None else range(first + mb * plan.job.batch, first + (mb + 1) * plan.job.batch)
 
 
 def _without_layers(rules: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:

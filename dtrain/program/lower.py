@@ -37,7 +37,18 @@ from dtrain.mesh import Mesh, fake_mesh
 from dtrain.program import passes
 from dtrain.program.passes import Cut
 from dtrain.rng import Key
-from dtrain.sharding import Held, LoweringError, Tracing, describe, on_mesh, place, placements, wrap
+from dtrain.sharding import (
+    Held,
+    LoweringError,
+    Tracing,
+    describe,
+    mark_backward,
+    model_lines,
+    on_mesh,
+    place,
+    placements,
+    wrap,
+)
 from dtrain.storage import Stored, Sums
 
 
@@ -242,7 +253,7 @@ def _lower_segment(job: Job, name: str, stored: Mapping[str, Stored], mesh: Devi
         y, grads = _trace(job, name, stored, mesh, given, found)
         return [y, *grads]
 
-    traced = make_fx(joint, tracing_mode="fake", record_stack_traces=True)(*inputs.values())
+    traced = make_fx(joint, tracing_mode="fake")(*inputs.values())
     traced.graph.eliminate_dead_code()
     _check_collectives(traced.graph, module.__file__ or "")
     if mesh is not None:
@@ -330,16 +341,18 @@ def _trace(
     gather = on.gather if mesh is not None else lambda p: p.tensor if isinstance(p, Held) else p
     on = On(gather=gather, constrain=on.constrain, island=on.island)
 
-    if name == "embed":
-        y = module.embed(job.config, handles, batch, key, on)
-    elif name == "block":
-        y = module.block(job.config, handles, x, batch, key, on)
-    else:
-        y = module.head_and_loss(job.config, handles, x, batch, counts, key, on)
+    with model_lines(model):
+        if name == "embed":
+            y = module.embed(job.config, handles, batch, key, on)
+        elif name == "block":
+            y = module.block(job.config, handles, x, batch, key, on)
+        else:
+            y = module.head_and_loss(job.config, handles, x, batch, counts, key, on)
     if mesh is not None:
         _check_result(job, name, y, where, dims, model)
     grad = lift(given["grad"], where if name != "head" else placements(dims, ()))
     wrt = ([] if x is None else [x]) + list(leaves.values())
+    mark_backward(y)
     grads = list(torch.autograd.grad(y, wrt, grad, allow_unused=True))
     for i, (g, leaf) in enumerate(zip(grads, wrt, strict=True)):
         if g is None:
@@ -409,17 +422,7 @@ def _sums(job: Job, segment: str, name: str, s: Stored, partial: tuple[str, ...]
 
 def _check_collectives(graph: fx.Graph, model: str) -> None:
     """Every collective was asked for by constrain or an island."""
-    lines: dict[Any, str] = {}
-    for node in graph.nodes:
-        trace = node.meta.get("stack_trace") or ""
-        hits = [w for w in trace.splitlines() if model in w]
-        if hits and "seq_nr" in node.meta:
-            lines.setdefault(node.meta["seq_nr"], hits[-1])
     for node in graph.nodes:
         if passes.is_collective(node) and "site" not in node.meta:
-            trace = [w for w in (node.meta.get("stack_trace") or "").splitlines() if model in w]
-            line = trace[-1] if trace else lines.get(node.meta.get("seq_nr"), "")
-            number = line.split("line ")[1].split(",")[0] if "line " in line else "?"
-            raise LoweringError(
-                f"{model}:{number}: needs a {passes.op_name(node)} that nothing asked for; an on.constrain is missing"
-            )
+            where = node.meta.get("line", f"{model}:?")
+            raise LoweringError(f"{where}: needs a {passes.op_name(node)} that nothing asked for; an on.constrain is missing")

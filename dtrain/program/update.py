@@ -33,7 +33,7 @@ class UpdateConfig:
 @dataclass(frozen=True)
 class Report:
     """A step as all ranks agree on it: global loss and gradient norm (before clipping), whether the update was
-    skipped because the norm is not finite, and whether a rank was asked to stop."""
+    skipped because one of them is not finite, and whether a rank was asked to stop."""
 
     loss: float
     norm: float
@@ -74,7 +74,7 @@ def make_update(
 ) -> Callable[[dict[str, Tensor], Tensor], Mapping[str, Tensor]]:
     """The function for `Step.update`: clips, updates `state` in place and tells the Report.
 
-    A norm that is not finite leaves weights, moments and step count as they were.
+    A norm or loss that is not finite leaves weights, moments and step count as they were.
     """
     stored = owned(program, place.units)
     counted = [owns_for_norm(program, place, path, s) for path, (s, _, _) in stored.items()]
@@ -89,7 +89,7 @@ def make_update(
         scale = state.scale["scale"].double() if state.scale is not None else torch.ones((), dtype=torch.float64)
         scale = scale.to(place.device)
         norm = total[0].sqrt() / scale
-        skip = ~torch.isfinite(norm)
+        skip = ~torch.isfinite(norm + total[1])
         masters = list(state.weights.masters.values())
         optim.update(
             config.adamw,

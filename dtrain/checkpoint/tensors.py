@@ -1,0 +1,186 @@
+"""A rank's shards as pieces of global tensors, written and read by torch.distributed.checkpoint (DCP).
+
+A tensor on disk is the global, unpadded one: no trace of ranks, padding or the order of dims. Copies are written
+once. A tied parameter is stored under the name that it is tied to.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from dtrain import storage
+from dtrain.program.interpret import Place, owned
+from dtrain.program.lower import Program
+from dtrain.program.update import State
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be written or read; one line for a person."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a global tensor: `tensor` (a view of this rank's memory) begins at `offsets` in `shape`."""
+
+    tensor: Tensor
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def pieces(program: Program, place: Place, state: State) -> dict[str, Piece]:
+    """Everything a rank saves: `master/PATH`, `exp_avg/PATH`, `exp_avg_sq/PATH`, `updates`, and fp16's
+    `loss_scale/scale` and `loss_scale/good_steps`. Pieces that are all padding are left out."""
+    out = {}
+    for i, (path, (s, _, _)) in enumerate(owned(program, place.units).items()):
+        spans = storage.spans(s, place.mesh, place.at, len(s.steps))
+        lengths = [p.stop - p.start for p in spans]
+        if 0 in lengths:
+            continue
+        here = tuple(slice(0, n) for n in lengths)
+        tensors = {
+            "master": state.weights.masters[path],
+            "exp_avg": state.moments.exp_avg[i],
+            "exp_avg_sq": state.moments.exp_avg_sq[i],
+        }
+        for kind, t in tensors.items():
+            out[f"{kind}/{s.param.tied_to or path}"] = Piece(t[here], tuple(p.start for p in spans), s.real)
+    out["updates"] = Piece(state.moments.step, (), ())
+    out |= {f"loss_scale/{k}": Piece(t, (), ()) for k, t in (state.scale or {}).items()}
+    return out
+
+
+def names(program: Program, scaled: bool) -> set[str]:
+    """The tensors of a whole checkpoint, of all ranks together."""
+    every = owned(program, range(program.job.layers + 2))
+    paths = {s.param.tied_to or path for path, (s, _, _) in every.items()}
+    out = {f"{kind}/{path}" for kind in ("master", "exp_avg", "exp_avg_sq") for path in paths} | {"updates"}
+    return out | ({"loss_scale/scale", "loss_scale/good_steps"} if scaled else set())
+
+
+def write(path: Path, mine: Mapping[str, Piece], group: Any, world: int) -> None:
+    """Write the pieces of all ranks of `group` into a folder. Raises CheckpointError on every rank."""
+    writer = dcp.FileSystemWriter(path)
+    with _in_one_line(f"{path} cannot be written"):
+        dcp.save(dict(mine), storage_writer=writer, planner=_Writing(False, False), process_group=group, no_dist=world == 1)
+
+
+def restore(path: Path, mine: Mapping[str, Piece], wanted: set[str], group: Any, world: int) -> None:
+    """Fill the pieces of this rank. `wanted` are the tensors that the folder must hold, no more and no less."""
+    reader = dcp.FileSystemReader(path)
+    with _in_one_line(f"{path} cannot be read"):
+        found = reader.read_metadata().state_dict_metadata
+        missing, surplus = sorted(wanted - found.keys()), sorted(found.keys() - wanted)
+        if missing or surplus:
+            parts = [f"{what} {', '.join(ns[:3])}" for what, ns in (("lacks", missing), ("also has", surplus)) if ns]
+            raise CheckpointError(f"{path} is of another model: it {' and '.join(parts)}")
+        for name, piece in mine.items():
+            have = found[name]
+            if not isinstance(have, TensorStorageMetadata) or tuple(have.size) != piece.shape:
+                raise CheckpointError(f"{path}: {name} has shape {tuple(getattr(have, 'size', ()))}, not {piece.shape}")
+        dcp.load(dict(mine), storage_reader=reader, planner=_Reading(False, False), process_group=group, no_dist=world == 1)
+
+
+@contextmanager
+def _in_one_line(what: str) -> Iterator[None]:
+    """DCP's errors -> CheckpointError. Its CheckpointException is a BaseException that holds each rank's own."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+            yield
+    except dcp.api.CheckpointException as error:
+        rank, cause = next(((f"rank {r}: ", wrapped[0]) for r, wrapped in error.failures.items()), ("", error))
+        raise CheckpointError(f"{what}: {rank}{_reason(cause)}") from error
+    except OSError as error:
+        raise CheckpointError(f"{what}: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(text.split())[:200] or type(error).__name__
+
+
+def _chunk(piece: Piece) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape)
+
+
+class _Writing(dcp.DefaultSavePlanner):
+    """DCP's extension point for state that is not its own kinds of tensors."""
+
+    def create_local_plan(self) -> SavePlan:
+        mine: Mapping[str, Any] = self.state_dict
+        self.plan = SavePlan(
+            [
+                WriteItem(
+                    MetadataIndex(name, torch.Size(p.offsets)),
+                    WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(
+                        _chunk(p), TensorProperties.create_from_tensor(p.tensor), torch.Size(p.shape)
+                    ),
+                )
+                for name, p in mine.items()
+            ]
+        )
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        piece: Any = self.state_dict[index.fqn]
+        return piece.tensor
+
+
+class _Reading(dcp.DefaultLoadPlanner):
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        metadata: Metadata | None = self.metadata
+        assert metadata is not None
+        items = []
+        for name, piece in self.state_dict.items():
+            have: Any = metadata.state_dict_metadata[name]
+            items += create_read_items_for_chunk_list(name, have, [_chunk(piece)])
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        piece: Any = self.state_dict[index.fqn]
+        tensor: Tensor = piece.tensor
+        return tensor
+
+
+def files(path: Path) -> set[str]:
+    """The data files that a folder's metadata speaks of."""
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    return {info.relative_path for info in (metadata.storage_data or {}).values()}
+
+
+def everyone(value: Any, group: Any, world: int) -> list[Any]:
+    """What each rank of `group` gave."""
+    if world == 1:
+        return [value]
+    out: list[Any] = [None] * world
+    dist.all_gather_object(out, value, group=group)
+    return out

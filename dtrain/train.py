@@ -1,0 +1,494 @@
+"""The story of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtrain import checkpoint, data, hardware, layout, metrics, optim
+from dtrain import plan as plans
+from dtrain.checkpoint import Record
+from dtrain.checkpoint.tensors import everyone, names
+from dtrain.layout import Layout
+from dtrain.mesh import Groups, Limits, join_world
+from dtrain.metrics import Log, say
+from dtrain.plan import Plan
+from dtrain.program import blame
+from dtrain.program.compile import Sharing, compile_program, uncompiled
+from dtrain.program.interpret import Calls, Place, Step, Weights, initial_weights, publish, run
+from dtrain.program.lower import Program, lower
+from dtrain.program.update import Report, State, UpdateConfig, agree, all_reduce, counts_loss, make_update
+
+if TYPE_CHECKING:
+    from dtrain.launch import Rank
+
+Batch = Mapping[str, Tensor]
+
+
+class RunError(Exception):
+    """A run cannot start or go on; one line for a person."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What stays the same from step to step on one rank. `judge` is the program for held-out text: without dropout;
+    `calls` and `judges` are what is called for each graph of the two."""
+
+    plan: Plan
+    rank: Rank
+    place: Place
+    program: Program
+    calls: Calls
+    judge: Program
+    judges: Calls
+    source: data.Source
+    config: UpdateConfig
+    schedule: optim.Schedule
+
+    @property
+    def layout(self) -> Layout:
+        return self.plan.layout
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.layout.run.folder or ".")
+
+
+def train(layout: Layout, rank: Rank, *, quiet: bool) -> None:
+    """Train under a layout, as one rank of it. Raises RunError, LayoutError, DataError, LoweringError, CompileError
+    or CheckpointError, each one line for a person."""
+    torch.use_deterministic_algorithms(layout.run.deterministic)
+    folder = Path(layout.run.folder or ".")
+    done = checkpoint.latest(folder) or 0
+    if done >= layout.run.steps:
+        if rank.rank == 0:
+            print(finished(layout, done), flush=True)
+        return
+    rank.beat(done + 1, "start")
+    plan = plans.plan(layout)
+    source = data.open_source(data_config(plan))
+    record = checkpoint.read(checkpoint.find(folder, done)) if done else None
+    changes = check_same(layout, source, record) if record else {}
+    log_config = metrics.LogConfig(folder, layout.run.steps, done + 1, rank.rank == 0, quiet)
+    with metrics.open_log(log_config) as log:
+        for key, change in changes.items():
+            say(log, f"changed: {key}: {change}")
+        r = prepare(plan, rank, source, log)
+        with torch.no_grad():
+            state = restore(r, done) if done else initialise(r)
+            loop(r, state, log, done, record)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def finished(layout: Layout, done: int) -> str:
+    """What to say where there is nothing left to do."""
+    return (
+        f"this run is finished ({done} of {layout.run.steps} steps, {layout.run.folder}): "
+        f"raise it with run.steps={2 * done}, or choose another run.folder"
+    )
+
+
+# ------------------------------------------------------------------------------------------------- before step 1
+
+
+def data_config(plan: Plan) -> data.DataConfig:
+    """What to read for a plan; a model with fields beyond tokens and labels is a masked one."""
+    d, run = plan.layout.data, plan.layout.run
+    masked = not {*plan.job.module.BATCH} <= {"tokens", "labels", "sample"}
+    return data.DataConfig(
+        source=d.source,
+        seq=d.seq,
+        batch=d.batch,
+        vocab=plan.job.config.vocab,
+        seed=run.seed,
+        paths=d.path,
+        objective="masked" if masked else "causal",
+        validation=d.validation.fraction,
+    )
+
+
+def update_config(layout: Layout) -> UpdateConfig:
+    o, scale = layout.optim, layout.run.loss_scale
+    scaling = optim.LossScaling(**scale.model_dump()) if scale else None
+    return UpdateConfig(optim.Adamw(o.beta1, o.beta2, o.eps, o.weight_decay), o.clip, scaling)
+
+
+def schedule(layout: Layout) -> optim.Schedule:
+    o = layout.optim
+    return optim.Schedule(o.schedule, o.lr, o.warmup, o.length or layout.run.steps, o.decay, o.min_lr)
+
+
+def check_same(now: Layout, source: data.Source, record: Record) -> dict[str, str]:
+    """What a run that goes on changes, by key. Raises RunError where that would be another run."""
+    forbidden, changed = checkpoint.compare(record.layout, as_dict(now))
+    where = f"{now.run.folder}/step-{record.step}"
+    if forbidden:
+        lines = [f"{key} {change} ({layout.at(now, key)})" for key, change in forbidden.items()]
+        more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
+        raise RunError(
+            f"{where} is of another layout: {', '.join(lines[:4])}{more}; "
+            "go on with the layout that it was made with, or choose another run.folder"
+        )
+    if record.data != source.hash:
+        raise RunError(
+            f"{where} was trained on other data: data.source {now.data.source!r} has changed since; "
+            "bring the old data back, or choose another run.folder"
+        )
+    if "optim.length" in changed and "optim.length" not in now._where:
+        changed["optim.length"] += " (follows run.steps, so the rates of all steps change; write it to keep them)"
+    return changed
+
+
+def as_dict(layout: Layout) -> dict[str, Any]:
+    """A layout as plain JSON values with the keys that it is written with, for the checkpoint."""
+    values: dict[str, Any] = json.loads(layout.model_dump_json())
+    return values | {"model": {k: v for k, v in values["model"].items() if k != "fields"} | values["model"]["fields"]}
+
+
+def prepare(plan: Plan, rank: Rank, source: data.Source, log: Log) -> Run:
+    """Lower, join the world, compile."""
+    lay = plan.layout
+    program = lower(plan.job)
+    judge = program
+    if lay.run.eval_every and (config := without_dropout(plan.job.config)) != plan.job.config:
+        judge = lower(dataclasses.replace(plan.job, config=config))
+    place = join(plan, rank, program)
+    describe(log, plan, rank, program)
+
+    compute = plan.train[place.at.get("pp", 0)]
+    turns = min(rank.world, lay.cluster.gpus_per_node)
+    sharing = Sharing(rank.local_rank % turns, turns, lambda: meet(place.groups))
+    compiled = compile_program(program, lay.run.compile, rank.device, compute, itertools.chain(*plan.train), sharing)
+    calls = judges = compiled.calls
+    seconds = compiled.seconds
+    if judge is not program:
+        mine = plan.evaluate[place.at.get("pp", 0)]
+        other = compile_program(judge, lay.run.compile, rank.device, mine, itertools.chain(*plan.evaluate), sharing)
+        judges, seconds = other.calls, seconds + other.seconds
+    if compiled.notice:
+        say(log, compiled.notice)
+    work = f"{compiled.graphs} graphs compiled in {seconds:.1f} s" if compiled.graphs else "uncompiled"
+    say(log, f"lowered in {program.seconds:.1f} s, {work}")
+    return Run(plan, rank, place, program, calls, judge, judges, source, update_config(lay), schedule(lay))
+
+
+def without_dropout(config: Any) -> Any:
+    """A model's config for held-out text."""
+    rates = {f.name: 0.0 for f in dataclasses.fields(config) if "dropout" in f.name}
+    return dataclasses.replace(config, **rates)
+
+
+def join(plan: Plan, rank: Rank, program: Program) -> Place:
+    """This rank's place among the others, once all are there."""
+    mesh, limits = plan.job.mesh, plan.layout.run.timeouts
+    wanted = {*program.groups(), "world", ".".join(plan.data_dims)}
+    wanted |= {"pp"} if mesh.size("pp") > 1 else set()
+    groups = join_world(
+        mesh,
+        sorted(wanted - {""}),
+        rank.rank,
+        rank.backend,
+        rank.device,
+        Limits(limits.start, limits.step, limits.save),
+    )
+    folder = Path(plan.layout.run.folder or ".")
+    seen = everyone(checkpoint.latest(folder), groups.get("start"), rank.world)
+    if len(set(seen)) > 1:
+        raise RunError(
+            f"run.folder {folder}: rank 0 finds step {seen[0]} there, another rank {next(s for s in seen if s != seen[0])}; "
+            "it must be on a disk that all nodes share"
+        )
+    return Place(mesh, rank.rank, groups, plan.units[mesh.coordinates(rank.rank).get("pp", 0)], rank.device)
+
+
+def meet(groups: Groups) -> None:
+    if "start" in groups:
+        dist.barrier(group=groups["start"])
+
+
+def describe(log: Log, plan: Plan, rank: Rank, program: Program) -> None:
+    """Say what is about to be trained, and on what."""
+    tree, mesh = plan.job.module.params(plan.job.config), plan.job.mesh
+    sizes = [
+        (math.prod(p.shape) * (plan.job.layers if segment == "block" else 1), p.decay)
+        for segment, params in tree.items()
+        for p in params.values()
+        if not p.tied_to
+    ]
+    decayed, rest = (sum(n for n, decay in sizes if decay == want) for want in (True, False))
+    say(log, f"{decayed + rest:,} parameters: {decayed:,} with weight decay, {rest:,} without (norms, biases)")
+    dims = " x ".join(f"{d} {mesh.size(d)}" for d in mesh.ordered(mesh.dims)) or "one process"
+    ranks = f", {rank.world} ranks over {rank.backend}" if rank.world > 1 else ""
+    d = plan.layout.data
+    say(
+        log,
+        f"mesh: {dims}{ranks} on {rank.device.partition(':')[0]}; a step: {d.batch} sequences of {d.seq} tokens in "
+        f"{plan.microbatches} microbatches" + (f" on each of {plan.replicas} replicas" if plan.replicas > 1 else ""),
+    )
+
+
+def initialise(r: Run) -> State:
+    """The state before step 1."""
+    return _state(r, initial_weights(r.program, r.place, r.layout.run.seed))
+
+
+def restore(r: Run, step: int) -> State:
+    """The state after a saved step."""
+    masters = {k: torch.zeros_like(v) for k, v in initial_weights(r.program, r.place, r.layout.run.seed).items()}
+    state = _state(r, masters)
+    path = checkpoint.find(r.folder, step)
+    wanted = names(r.program, state.scale is not None)
+    checkpoint.restore(path, checkpoint.pieces(r.program, r.place, state), wanted, r.place.groups.get("start"), r.rank.world)
+    state.weights = publish(r.program, r.calls, r.place, masters)
+    return state
+
+
+def _state(r: Run, masters: dict[str, Tensor]) -> State:
+    scale = optim.scale_init(r.config.scaling, r.place.device) if r.config.scaling else None
+    weights = publish(r.program, r.calls, r.place, masters)
+    return State(weights, optim.init(list(masters.values())), scale)
+
+
+# --------------------------------------------------------------------------------------------------------- the loop
+
+
+def loop(r: Run, state: State, log: Log, done: int, record: Record | None) -> None:
+    """Steps done + 1 to run.steps, or until a signal asks to stop."""
+    lay, lists = r.layout, r.plan.train[r.place.at.get("pp", 0)]
+    skipped = record.skipped if record else 0
+    valid = record.valid_loss if record else None
+    held_out = HeldOut(r)
+    clock = Clock(r)
+    saved = done
+    report = None
+    for number in range(done + 1, lay.run.steps + 1):
+        with profiled(r, number):
+            step, empty = training_step(r, number, state)
+            reports: list[Report] = []
+            lr = optim.lr_at(r.schedule, number)
+            update = make_update(r.program, r.place, state, r.config, lr, r.rank.stopping, reports.append)
+            run(r.program, r.calls, r.place, state.weights, lists, dataclasses.replace(step, update=update))
+        report = reports[0]
+        if empty:
+            say(log, f"step {number}: no label in the whole batch is valid; the step has no gradient")
+        if report.skipped:
+            skipped += 1
+            stop_if_bad(r, state, step, report)
+        clock.count()
+        if number % lay.run.log_every == 0 or number == lay.run.steps or number == done + 1:
+            extra = {"loss_scale": float(step.scale), "skipped": float(skipped)} if state.scale else {}
+            clock.write(log, number, report, lr, extra)
+        else:
+            metrics.advance(log, number)
+        last = report.stop or number == lay.run.steps
+        if lay.run.eval_every and (number % lay.run.eval_every == 0 or number == lay.run.steps):
+            with clock.paused():
+                valid = held_out.loss(state, number)
+                metrics.record_validation(log, number, valid)
+        if last or (lay.run.save_every and number % lay.run.save_every == 0):
+            with clock.paused():
+                path = save(r, state, Record(number, as_dict(lay), r.source.hash, skipped, valid))
+                say(log, f"step {number}/{lay.run.steps}  saved {path}")
+                saved = number
+        if report.stop:
+            break
+    assert report is not None and saved
+    memory = peak_memory(r)
+    say(log, summary(r, saved, report, valid, skipped, clock.rate, memory))
+
+
+def training_step(r: Run, number: int, state: State) -> tuple[Step, bool]:
+    """What step `number` is given, and whether no label in its whole batch is valid."""
+    rows = plans.rows(r.plan, r.place.at)
+    cell: list[Batch] = []
+
+    def mine() -> Batch:
+        if not cell:
+            cell.append(read(r, number - 1, "train"))
+        return cell[0]
+
+    size = r.plan.job.batch
+    assert len(rows) == size * r.plan.microbatches
+    counts = global_counts(r, mine) if has_head(r) else {}
+    empty = has_head(r) and all(float(n) == 0 for n in counts.values())
+    device = r.place.device
+    scale = state.scale["scale"] if state.scale else torch.ones((), device=device)
+    step = Step(
+        number,
+        r.layout.run.seed,
+        lambda mb: {k: v[mb * size : (mb + 1) * size] for k, v in mine().items()},
+        {k: v.clamp(min=1) for k, v in counts.items()},
+        scale,
+        watch=lambda position, action: r.rank.beat(number, str(action)),
+    )
+    return step, empty
+
+
+def has_head(r: Run) -> bool:
+    return r.program.job.layers + 1 in r.place.units
+
+
+def read(r: Run, index: int, split: Any) -> Batch:
+    """This rank's rows of a global batch (the first has index 0), on its device."""
+    batch = data.batch(r.source, index, plans.rows(r.plan, r.place.at), split)
+    return {k: batch[k].to(r.place.device) for k in r.plan.job.module.BATCH}
+
+
+def global_counts(r: Run, mine: Callable[[], Batch]) -> dict[str, Tensor]:
+    """The valid items of each loss term in a global batch, of which `mine` are this rank's rows."""
+    counts = r.plan.job.module.counts(r.plan.job.config, mine())
+    total = all_reduce(r.place, torch.stack([v.double() for v in counts.values()]), ".".join(r.plan.data_dims))
+    return dict(zip(counts, total.unbind(), strict=True))
+
+
+class HeldOut:
+    """The held-out batches, the same at every evaluation and read at the first. Every rank has the same number of
+    them: those past the end of the text have no valid label."""
+
+    def __init__(self, r: Run) -> None:
+        self.r = r
+        self.batches: list[Batch] = []
+        self.counts: dict[str, Tensor] = {}
+
+    def loss(self, state: State, number: int) -> float:
+        """The mean over all valid labels, in nats."""
+        r, size = self.r, self.r.plan.job.batch
+        if not self.batches:
+            n = min(data.validation_batches(r.source), r.layout.data.validation.batches)
+            self.batches = [read(r, i, "valid") for i in range(n)]
+            if has_head(r):
+                each = [global_counts(r, lambda b=b: b) for b in self.batches]  # type: ignore[misc]
+                self.counts = {k: torch.stack([c[k] for c in each]).sum().clamp(min=1) for k in each[0]}
+        total = torch.zeros((), dtype=torch.float64, device=r.place.device)
+        one = torch.ones((), device=r.place.device)
+        actions = r.plan.evaluate[r.place.at.get("pp", 0)]
+        for whole in self.batches:
+            for mb in range(r.plan.microbatches):
+                piece = {k: v[mb * size : (mb + 1) * size] for k, v in whole.items()}
+                watch = lambda position, action: r.rank.beat(number, f"evaluate {action}")  # noqa: E731
+                step = Step(number, r.layout.run.seed, lambda mb, p=piece: p, self.counts, one, watch=watch)  # type: ignore[misc]
+                total += run(r.judge, r.judges, r.place, state.weights, actions, step)
+        return float(agree(r.place, [total if counts_loss(r.program, r.place) else 0.0])[0])
+
+
+def stop_if_bad(r: Run, state: State, step: Step, report: Report) -> None:
+    """A step whose loss or gradient is not finite: fp16 lowers its scale; else the run stops, and says why."""
+    if state.scale is not None and float(step.scale) > (r.config.scaling or optim.LossScaling()).least:
+        return
+    what = f"loss {report.loss:g}, gradient norm {report.norm:g}"
+    raise RunError(f"step {step.number}: {what}; {blamed(r, state.weights, step)}. {kept(r)}")
+
+
+def blamed(r: Run, weights: Weights, step: Step) -> str:
+    """Run a step again, uncompiled, and name the first bad tensor of any rank."""
+    lists = r.plan.train[r.place.at.get("pp", 0)]
+    mine = blame.find(r.program, uncompiled(r.program, r.place.device), r.place, weights, lists, step)
+    found = [b for b in everyone(mine, r.place.groups.get("start"), r.rank.world) if b is not None]
+    if not found:
+        return "run again uncompiled it is finite, so the compiled code is at fault: use run.compile=off and report this"
+    return f"the first bad tensor: {min(found).text}"
+
+
+def kept(r: Run) -> str:
+    last = checkpoint.latest(r.folder)
+    return "There is no checkpoint yet" if last is None else f"The last good state is {r.folder / f'step-{last}'}"
+
+
+def save(r: Run, state: State, record: Record) -> Path:
+    """Write a checkpoint, unless a weight is not finite (as after a far too high learning rate)."""
+    r.rank.beat(record.step, "save")
+    bad = [k for k, v in state.weights.masters.items() if not bool(torch.isfinite(v).all())]
+    found = [b for b in everyone(bad, r.place.groups.get("save"), r.rank.world) if b]
+    if found:
+        raise RunError(f"step {record.step}: parameter {found[0][0]} is not finite after the update, not saved. {kept(r)}")
+    mine = checkpoint.pieces(r.program, r.place, state)
+    return checkpoint.save(r.folder, record, mine, r.rank.rank, r.rank.world, r.place.groups.get("save"))
+
+
+# ------------------------------------------------------------------------------------------------ what a run tells
+
+
+class Clock:
+    """Time spent in steps since the last row of the log, without evaluations and checkpoints."""
+
+    def __init__(self, r: Run) -> None:
+        self.r = r
+        self.steps = 0
+        self.began = time.perf_counter()
+        self.rate = 0.0  # tokens/s of the whole run
+        self.spent = (0, 0.0)  # steps and seconds, the first step left out
+
+    def count(self) -> None:
+        self.steps += 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        at = time.perf_counter()
+        yield
+        self.began += time.perf_counter() - at
+
+    def write(self, log: Log, number: int, report: Report, lr: float, extra: Mapping[str, float]) -> None:
+        now = time.perf_counter()
+        step_s, d, lay = (now - self.began) / self.steps, self.r.layout.data, self.r.layout
+        rate = metrics.tokens_per_s(d.batch, d.seq, step_s)
+        peak = hardware.gpu(lay.cluster.gpu).peak.get(lay.run.precision)
+        used = metrics.mfu(rate, flops_per_token(self.r.plan), self.r.rank.world, peak)
+        memory = metrics.peak_memory(torch.device(self.r.place.device))
+        metrics.record(log, metrics.Row(number, report.loss, report.norm, lr, rate, step_s, used, memory, extra))
+        if self.rate:
+            self.spent = (self.spent[0] + self.steps, self.spent[1] + now - self.began)
+        self.rate = metrics.tokens_per_s(d.batch, d.seq, self.spent[1] / self.spent[0]) if self.spent[0] else rate
+        self.steps, self.began = 0, now
+
+
+def flops_per_token(plan: Plan) -> float:
+    cfg, tree = plan.job.config, plan.job.module.params(plan.job.config)
+    size = {s: sum(math.prod(p.shape) for p in params.values()) for s, params in tree.items()}
+    heads, head_dim = getattr(cfg, "heads", 0), getattr(cfg, "head_dim", 0)
+    causal = data_config(plan).objective == "causal"
+    params = size["block"] * plan.job.layers + size["head"]
+    return metrics.flops_per_token(params, plan.job.layers, heads, head_dim, plan.job.seq, causal)
+
+
+def peak_memory(r: Run) -> int:
+    """Bytes, of the rank that needed most."""
+    return max(everyone(metrics.peak_memory(torch.device(r.place.device)), r.place.groups.get("save"), r.rank.world))
+
+
+def summary(
+    r: Run, saved: int, report: Report, valid: float | None, skipped: int, rate: float, memory: int
+) -> str:
+    """What a run says at its end."""
+    steps = r.layout.run.steps
+    lines = [f"stopped as asked after step {saved} of {steps}" if saved < steps else f"finished: {steps} steps"]
+    lines.append(f"  loss {report.loss:.4f}" + (f", held-out loss {valid:.4f}" if valid is not None else ""))
+    lines.append(f"  {rate:,.0f} tokens/s, peak memory {memory / 2**30:.2f} GiB a rank")
+    if skipped:
+        lines.append(f"  {skipped} updates skipped after an overflow")
+    lines.append(f"  checkpoint {r.folder / f'step-{saved}'}, metrics {r.folder / 'metrics.jsonl'}")
+    lines.append(f"  curves: tensorboard --logdir {r.folder}")
+    more = "the same command" if saved < steps else f"the same command and run.steps={2 * steps}"
+    lines.append(f"  to go on: {more}")
+    return "\n".join(lines)
+
+
+@contextmanager
+def profiled(r: Run, number: int) -> Iterator[None]:
+    """A torch profiler trace of the steps and ranks that `run.profile` asks for."""
+    yield
+
+
+__all__ = ["Run", "RunError", "train"]
