@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
@@ -22,6 +23,12 @@ def tracing_graph() -> Graph | None:
 def join_fake_world(size: int, rank: int = 0) -> None:
     """A process group of any size without processes; its collectives do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)  # type: ignore[no-untyped-call]
+
+
+def forget_meshes() -> None:
+    """Empty DTensor's caches: they hold meshes, and an equal mesh made before, or as another rank, has other groups."""
+    _clear_python_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    _clear_fast_path_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def register_group(name: str, group: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -29,9 +29,11 @@ Batch = Mapping[str, Tensor]
 @dataclass(frozen=True)
 class Trained:
     """Steps of a simulated run: what the ranks agreed on, and every gradient (before clipping) and parameter as
-    full, unpadded tensors by path. `copies` says whether all copies of a shard were bitwise equal."""
+    full, unpadded tensors by path; `initial` are the parameters before step 1. `copies` says whether all copies of
+    a shard were bitwise equal."""
 
     reports: list[Report]
+    initial: dict[str, Tensor]
     grads: list[dict[str, Tensor]]
     params: list[dict[str, Tensor]]
     copies: bool
@@ -46,8 +48,8 @@ def rows(plan: Plan, at: Mapping[str, int], mb: int) -> range:
 
 def train(
     plan: Plan,
-    batches: list[Batch],
-    counts: list[Mapping[str, Tensor]],
+    batches: Sequence[Batch],
+    counts: Sequence[Mapping[str, Tensor]],
     config: UpdateConfig,
     lr: Callable[[int], float],
     seed: int = 0,
@@ -67,7 +69,7 @@ def train(
         state = State(weights, optim.init(list(weights.masters.values())), scale)
         reports: list[Report] = []
         grads: list[dict[str, Tensor]] = []
-        params: list[dict[str, Tensor]] = []
+        params: list[dict[str, Tensor]] = [{k: v.clone() for k, v in weights.masters.items()}]
         for number, batch in enumerate(batches, 1):
 
             def local(mb: int, batch: Batch = batch) -> Batch:
@@ -104,8 +106,9 @@ def train(
 
     return Trained(
         ranks[0][1],
+        whole(lambda i: ranks[i][3], 0),
         [whole(lambda i: ranks[i][2], n) for n in range(len(batches))],
-        [whole(lambda i: ranks[i][3], n) for n in range(len(batches))],
+        [whole(lambda i: ranks[i][3], n + 1) for n in range(len(batches))],
         same[0],
     )
 

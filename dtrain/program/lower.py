@@ -50,6 +50,7 @@ from dtrain.sharding import (
     wrap,
 )
 from dtrain.storage import Stored, Sums
+from dtrain.torch_private import forget_meshes
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,7 @@ def lower(job: Job, rank: int = 0) -> Program:
     coordinates = job.mesh.coordinates(rank)
     inner = Mesh(tuple((d, job.mesh.size(d)) for d in job.trace_dims))
     segments = {}
+    forget_meshes()
     with fake_mesh(inner, job.trace_dims, inner.rank(coordinates)) as mesh:
         for name in SEGMENTS:
             segments[name] = _lower_segment(job, name, stored[name], mesh)

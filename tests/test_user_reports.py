@@ -1,0 +1,176 @@
+"""What users of other systems ran into, as tests on one tiny Llama, and the table of where each is tested."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import equality
+import pytest
+import torch
+from torch import Tensor
+
+from dtrain import layout, plan, verify
+from dtrain.program.update import UpdateConfig
+
+STEPS = 5
+CASES = {
+    "one": ("", "", "", ""),
+    "tp2": ("tp: {size: 2}", "HEADS", "HEADS", ""),
+    "tp2+sp": ("tp: {size: 2}", "HEADS", "HEADS, res_seq: tp", ""),
+    "tp4": ("tp: {size: 4}", "HEADS", "HEADS, res_seq: tp", ""),
+    "pp2": ("pp: {size: 2}", "layers: pp", "layers: pp", ""),
+    "fsdp2": ("fsdp: {size: 2}", "embed: fsdp", "batch: fsdp", ""),
+    "fsdp4": ("fsdp: {size: 4}", "embed: fsdp", "batch: fsdp", ""),
+    "dp2": ("dp: {size: 2}", "", "batch: dp", ""),
+    "tp2xpp2": ("pp: {size: 2}, tp: {size: 2}", "HEADS, layers: pp", "HEADS, layers: pp, res_seq: tp", ""),
+    "dp2xtp2": ("dp: {size: 2}, tp: {size: 2}", "HEADS", "HEADS, batch: dp", "embed: dp"),
+}
+
+
+@dataclass(frozen=True)
+class Ran:
+    losses: list[float]
+    norms: list[float]
+    initial: dict[str, Tensor]
+    params: dict[str, Tensor]
+    copies: bool
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def tiny(name: str, microbatch: int = 1, vocab: int = 256, tied: bool = False, precision: str = "fp32") -> plan.Plan:
+    mesh, params, compute, optimizer = CASES[name]
+    heads = "vocab: tp, heads: tp, kv_heads: tp, mlp: tp"
+    made = layout.loads(
+        f"cluster: {{gpus_per_node: {1 if name == 'one' else 4 if '4' in name or 'x' in name else 2}}}\n"
+        f"mesh: {{{mesh}}}\n"
+        f"shard: {{params: {{{params.replace('HEADS', heads)}}}, compute: {{{compute.replace('HEADS', heads)}}}, "
+        f"optimizer: {{{optimizer}}}}}\n"
+        f"model: {{family: llama, layers: 4, embed: 64, heads: 4, kv_heads: 2, mlp: 128, vocab: {vocab}, "
+        f"tied: {str(tied).lower()}}}\n"
+        f"data: {{source: synthetic, seq: 32, batch: 8, microbatch: {microbatch}}}\n"
+        f"run: {{steps: {STEPS}, precision: {precision}}}\n"
+    )
+    return plan.plan(made)
+
+
+@functools.cache
+def ran(
+    name: str, labels: str = "all", microbatch: int = 1, vocab: int = 256, tied: bool = False, clip: float | None = 1.0
+) -> Ran:
+    """Five steps of the tiny model under a layout, on simulated ranks."""
+    made = tiny(name, microbatch, vocab, tied)
+    batches = equality.make_batches(equality.Case("", labels, 0, clip), made, STEPS)
+    counts = [made.job.module.counts(made.job.config, b) for b in batches]
+    config = UpdateConfig(equality.ADAMW, clip)
+    out = verify.train(made, batches, counts, config, lambda step: 3e-3, seed=0)
+    return Ran([r.loss for r in out.reports], [r.norm for r in out.reports], out.initial, out.params[-1], out.copies)
+
+
+def assert_match(a: Ran, b: Ran) -> None:
+    """Step-1 loss within 1e-5, gradient norm within 1e-4 relative, step-5 loss within 1e-4."""
+    assert abs(a.losses[0] - b.losses[0]) < 1e-5
+    assert abs(a.norms[0] / b.norms[0] - 1) < 1e-4
+    assert abs(a.losses[-1] - b.losses[-1]) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["tp2", "tp2+sp", "pp2", "fsdp2", "tp2xpp2"])
+def test_layouts_match_one_process_in_fp32(name: str) -> None:
+    assert_match(ran(name), ran("one"))
+
+
+def test_a_vocabulary_that_tp_does_not_divide() -> None:
+    assert_match(ran("tp2", vocab=257), ran("one", vocab=257))
+
+
+def test_shared_kv_heads_match() -> None:
+    assert_match(ran("tp4"), ran("one"))
+
+
+@pytest.mark.parametrize("name", ["tp2", "tp4", "fsdp4", "pp2", "dp2xtp2"])
+def test_initial_weights_do_not_depend_on_the_layout(name: str) -> None:
+    ours, theirs = ran(name).initial, ran("one").initial
+    assert ours.keys() == theirs.keys()
+    for path, w in theirs.items():
+        assert torch.equal(ours[path], w), path
+
+
+def test_no_two_blocks_of_rows_or_layers_are_equal() -> None:
+    initial = ran("one").initial
+    for w in initial.values():
+        if w.ndim > 1:
+            first, second = w.flatten(1).chunk(2)
+            assert not torch.equal(first, second)
+    assert not torch.equal(initial["block.0/wq"], initial["block.2/wq"])
+
+
+@pytest.mark.parametrize("microbatch", [1, 2, 4, 8])
+def test_accumulation_with_ignored_labels_is_one_batch(microbatch: int) -> None:
+    whole, parts = ran("one", "some", 8), ran("one", "some", microbatch)
+    assert abs(parts.losses[0] / whole.losses[0] - 1) < 1e-6
+    assert abs(parts.norms[0] / whole.norms[0] - 1) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["dp2", "dp2xtp2", "fsdp4", "pp2"])
+def test_gradients_are_divided_by_the_global_count_alone(name: str) -> None:
+    ours, theirs = ran(name, "some", clip=None), ran("one", "some", clip=None)
+    assert abs(ours.norms[0] / theirs.norms[0] - 1) < 1e-5
+    assert abs(ours.losses[0] - theirs.losses[0]) < 1e-5
+    for path, w in theirs.params.items():
+        assert (ours.params[path] - w).abs().max() < 1e-4, path
+
+
+def test_a_replica_without_valid_labels_counts_for_nothing() -> None:
+    ours, theirs = ran("dp2", "one sequence"), ran("one", "one sequence")
+    assert torch.tensor(ours.losses).isfinite().all()
+    assert_match(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["pp2", "tp2xpp2"])
+def test_tied_tables_on_two_stages_stay_equal(name: str) -> None:
+    ours = ran(name, tied=True)
+    assert ours.copies  # of every shard that several ranks hold, after each step
+    assert_match(ours, ran("one", tied=True))
+
+
+def test_replicated_parameters_are_bitwise_equal_on_all_ranks() -> None:
+    assert ran("tp2+sp").copies
+    assert ran("dp2xtp2").copies
+
+
+def test_the_same_run_twice_is_bitwise_equal() -> None:
+    first = ran("dp2xtp2")
+    ran.cache_clear()
+    second = ran("dp2xtp2")
+    assert first.losses == second.losses
+    assert all(torch.equal(first.params[p], second.params[p]) for p in first.params)
+
+
+# --------------------------------------------------------------------------------------------- the table
+
+# Report -> file and test. A report not listed is about a part that does not exist yet.
+TABLE: dict[str, str] = {
+    "B02": "test_user_reports.py::test_layouts_match_one_process_in_fp32",
+    "B03": "test_user_reports.py::test_a_vocabulary_that_tp_does_not_divide",
+    "B12": "test_user_reports.py::test_initial_weights_do_not_depend_on_the_layout",
+    "B14": "test_user_reports.py::test_no_two_blocks_of_rows_or_layers_are_equal",
+    "B20": "test_user_reports.py::test_accumulation_with_ignored_labels_is_one_batch",
+    "B22": "test_user_reports.py::test_gradients_are_divided_by_the_global_count_alone",
+    "B23": "test_user_reports.py::test_gradients_are_divided_by_the_global_count_alone",
+    "B26": "test_user_reports.py::test_a_replica_without_valid_labels_counts_for_nothing",
+    "B35": "test_user_reports.py::test_tied_tables_on_two_stages_stay_equal",
+    "B122": "test_user_reports.py::test_the_same_run_twice_is_bitwise_equal",
+}
+
+
+@pytest.mark.parametrize(("report", "where"), TABLE.items(), ids=list(TABLE))
+def test_the_table_names_tests_that_exist(report: str, where: str) -> None:
+    file, name = where.split("::")
+    source = ast.parse((Path(__file__).parent / file).read_text())
+    assert name in {n.name for n in source.body if isinstance(n, ast.FunctionDef)}
