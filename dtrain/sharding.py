@@ -125,22 +125,73 @@ class model_lines(TorchFunctionMode):  # noqa: N801  (reads as a word in `with`)
         out = func(*args, **(kwargs or {}))
         _mark_since(begin, "line", where)
         results = out if isinstance(out, (tuple, list)) else (out,)
-        for fn in _autograd_nodes([x for x in results if isinstance(x, Tensor)], lambda fn: "line" in fn.metadata):
-            fn.metadata["line"] = where
+        _mark_autograd([x for x in results if isinstance(x, Tensor)], where)
         return out
 
 
-def mark_backward(y: Tensor) -> None:
-    """Nodes that the backward of `y` records get the model line of what they differentiate."""
+def _mark_autograd(made: Sequence[Tensor], where: str) -> None:
+    for fn in _autograd_nodes(made, lambda fn: "line" in fn.metadata):
+        fn.metadata["line"] = where
 
-    def hook(fn: Any, where: str) -> None:
+
+@dataclass
+class Backward:
+    """Follows a backward while it runs. `running` are the autograd nodes at work, innermost last; `readers` of a
+    node's value are the nodes that give it a gradient, each by one of its results; `partial` are the results
+    that are partial sums."""
+
+    running: list[Any]
+    readers: dict[Any, list[tuple[Any, int]]]
+    partial: set[tuple[Any, int]]
+
+    def origin(self, fn: Any) -> str | None:
+        """The model line where the partial sum that reaches the node `fn` began, else the line of `fn` itself."""
+        seen: set[Any] = set()
+        while fn is not None:
+            seen.add(fn)
+            last, fn = fn, next(
+                (r for r, i in self.readers.get(fn, []) if (r, i) in self.partial and r not in seen), None
+            )
+        return last.metadata.get("line")  # type: ignore[no-any-return]
+
+    def failed(self) -> str | None:
+        """The line to blame for what went wrong just now, None before backward began."""
+        return self.origin(self.running[-1]) if self.running else None
+
+    def origin_of(self, leaf: Tensor) -> str | None:
+        """The line where the partial sum in a leaf's gradient began."""
+        return next((self.origin(fn) for fn in self.readers if getattr(fn, "variable", None) is leaf), None)
+
+
+def follow_backward(y: Tensor) -> Backward:
+    """Nodes that the backward of `y` records will get the model line of what they differentiate as `line`, and the
+    line where a partial sum that reached it began as `cause`."""
+    backward = Backward([], {}, set())
+
+    def hook(fn: Any) -> None:
         begins: list[Node | None] = []
-        fn.register_prehook(lambda grads: begins.append(_last_node()))
-        fn.register_hook(lambda results, grads: _mark_since(begins.pop(), "line", where))
+
+        def before(grads: Any) -> None:
+            begins.append(_last_node())
+            backward.running.append(fn)
+
+        def after(results: Any, grads: Any) -> None:
+            begin, where, cause = begins.pop(), fn.metadata.get("line"), backward.origin(backward.running.pop())
+            if where:
+                _mark_since(begin, "line", where)
+                _mark_since(begin, "cause", cause or where)
+            for i, g in enumerate(results):
+                if isinstance(g, DTensor) and any(p.is_partial() for p in g.placements):
+                    backward.partial.add((fn, i))
+
+        fn.register_prehook(before)
+        fn.register_hook(after)
 
     for fn in list(_autograd_nodes([y], lambda fn: False)):
-        if "line" in fn.metadata:
-            hook(fn, fn.metadata["line"])
+        for i, (source, _) in enumerate(fn.next_functions):
+            backward.readers.setdefault(source, []).append((fn, i))
+        hook(fn)
+    return backward
 
 
 def _autograd_nodes(tensors: Sequence[Tensor], known: Callable[[Any], bool]) -> Iterator[Any]:
@@ -163,8 +214,11 @@ class Held:
     def __init__(self, path: str, tensor: Tensor, model: str) -> None:
         self.path, self.tensor, self.model = path, tensor, model
 
+    def misused(self) -> LoweringError:
+        return LoweringError(f"{site(self.model)}: parameter {self.path} is used without on.gather; gather it first")
+
     def __getattr__(self, name: str) -> Any:
-        raise LoweringError(f"{site(self.model)}: parameter {self.path} is used without on.gather; gather it first")
+        raise self.misused()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -172,7 +226,7 @@ class Held:
         while stack:
             item = stack.pop()
             if isinstance(item, Held):
-                return item.shape
+                raise item.misused()
             if isinstance(item, (list, tuple)):
                 stack.extend(item)
         return NotImplemented
@@ -245,7 +299,9 @@ def on_mesh(tracing: Tracing, placed: dict[str, str]) -> On:
         if not isinstance(x, DTensor):
             raise LoweringError(f"{line}: on.constrain({spec!r}) takes the result of an operation on the mesh")
         placed[line] = show(tracing, spec)
-        return _Constrain.apply(x, place(tracing, spec), line)  # type: ignore[no-any-return,no-untyped-call]
+        out: Tensor = _Constrain.apply(x, place(tracing, spec), line)  # type: ignore[no-untyped-call]
+        _mark_autograd([out], line)
+        return out
 
     def island(fn: Callable[..., Tensor], in_axes: tuple[str, ...], out_axes: str) -> Callable[..., Tensor]:
         line = site(tracing.model)
@@ -254,6 +310,8 @@ def on_mesh(tracing: Tracing, placed: dict[str, str]) -> On:
 
         def call(*args: Tensor) -> Tensor:
             for i, (x, want, spec) in enumerate(zip(args, wanted, in_axes, strict=True)):
+                if isinstance(x, Held):
+                    raise x.misused()
                 have = x.placements if isinstance(x, DTensor) else None
                 if have != want:
                     got = "a plain tensor" if have is None else f"[{describe(dims, have, x.ndim)}]"
@@ -296,8 +354,9 @@ def on_mesh(tracing: Tracing, placed: dict[str, str]) -> On:
                 sum=lambda x, axis: reduce(x, axis, "sum"),
                 max=lambda x, axis: reduce(x, axis, "max"),
             )
-            out = fn(here, *local)
-            return _FromLocal.apply(out, mesh, result, line)  # type: ignore[no-any-return,no-untyped-call]
+            out: Tensor = _FromLocal.apply(fn(here, *local), mesh, result, line)  # type: ignore[no-untyped-call]
+            _mark_autograd([out], line)
+            return out
 
         return call
 

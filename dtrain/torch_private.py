@@ -25,8 +25,18 @@ def join_fake_world(size: int, rank: int = 0) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)  # type: ignore[no-untyped-call]
 
 
-def forget_meshes() -> None:
-    """Empty DTensor's caches: they hold meshes, and an equal mesh made before, or as another rank, has other groups."""
+@contextmanager
+def forgetting_meshes() -> Iterator[None]:
+    """Empty DTensor's caches before and after. They hold meshes, and an equal mesh as another rank sees it has other
+    groups."""
+    _clear_caches()
+    try:
+        yield
+    finally:
+        _clear_caches()
+
+
+def _clear_caches() -> None:
     _clear_python_sharding_prop_cache()  # type: ignore[no-untyped-call]
     _clear_fast_path_sharding_prop_cache()  # type: ignore[no-untyped-call]
 

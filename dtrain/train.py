@@ -272,10 +272,11 @@ def loop(r: Run, state: State, log: Log, done: int, record: Record | None) -> No
     valid = record.valid_loss if record else None
     held_out = HeldOut(r)
     clock = Clock(r)
+    trace = Trace(r)
     saved = done
     report = None
     for number in range(done + 1, lay.run.steps + 1):
-        with profiled(r, number):
+        with trace.step(number):
             step, empty = training_step(r, number, state)
             reports: list[Report] = []
             lr = optim.lr_at(r.schedule, number)
@@ -305,6 +306,7 @@ def loop(r: Run, state: State, log: Log, done: int, record: Record | None) -> No
                 saved = number
         if report.stop:
             break
+    trace.close()
     assert report is not None and saved
     memory = peak_memory(r)
     say(log, summary(r, saved, report, valid, skipped, clock.rate, memory))
@@ -485,10 +487,39 @@ def summary(
     return "\n".join(lines)
 
 
-@contextmanager
-def profiled(r: Run, number: int) -> Iterator[None]:
-    """A torch profiler trace of the steps and ranks that `run.profile` asks for."""
-    yield
+class Trace:
+    """A torch profiler trace of exactly the steps and ranks that `run.profile` asks for."""
+
+    def __init__(self, r: Run) -> None:
+        ask = r.layout.run.profile
+        self.asked = range(ask.steps[0], ask.steps[1] + 1) if ask and r.rank.rank in ask.ranks else range(0)
+        self.path = r.folder / "profile"
+        self.rank = r.rank.rank
+        self.seen: list[int] = []
+        self.profiler: torch.profiler.profile | None = None
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        if number not in self.asked:
+            yield
+            return
+        if self.profiler is None:
+            self.profiler = torch.profiler.profile()
+            self.profiler.start()
+        self.seen.append(number)
+        with torch.profiler.record_function(f"step {number}"):
+            yield
+        if number == self.asked[-1]:
+            self.close()
+
+    def close(self) -> None:
+        """Write what was recorded, named by the steps that it holds."""
+        if self.profiler is not None:
+            self.profiler.stop()
+            self.path.mkdir(parents=True, exist_ok=True)
+            name = f"steps-{self.seen[0]}-{self.seen[-1]}-rank-{self.rank}.json"
+            self.profiler.export_chrome_trace(str(self.path / name))
+            self.profiler = None
 
 
 __all__ = ["Run", "RunError", "train"]

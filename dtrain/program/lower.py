@@ -17,9 +17,12 @@ graph is the same on all ranks.
 
 from __future__ import annotations
 
+import dis
 import hashlib
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -38,11 +41,12 @@ from dtrain.program import passes
 from dtrain.program.passes import Cut
 from dtrain.rng import Key
 from dtrain.sharding import (
+    Backward,
     Held,
     LoweringError,
     Tracing,
     describe,
-    mark_backward,
+    follow_backward,
     model_lines,
     on_mesh,
     place,
@@ -50,7 +54,7 @@ from dtrain.sharding import (
     wrap,
 )
 from dtrain.storage import Stored, Sums
-from dtrain.torch_private import forget_meshes
+from dtrain.torch_private import forgetting_meshes
 
 
 @dataclass(frozen=True)
@@ -182,8 +186,7 @@ def lower(job: Job, rank: int = 0) -> Program:
     coordinates = job.mesh.coordinates(rank)
     inner = Mesh(tuple((d, job.mesh.size(d)) for d in job.trace_dims))
     segments = {}
-    forget_meshes()
-    with fake_mesh(inner, job.trace_dims, inner.rank(coordinates)) as mesh:
+    with forgetting_meshes() if rank else nullcontext(), fake_mesh(inner, job.trace_dims, inner.rank(coordinates)) as mesh:
         for name in SEGMENTS:
             segments[name] = _lower_segment(job, name, stored[name], mesh)
     for segment in segments.values():
