@@ -153,7 +153,9 @@ def split(axes: Iterable[str], rules: Rules, name: str = "tensor") -> Split:
         dims = table.get(axis, ())
         for dim in dims:
             if dim in spent:
-                raise AxesError(f"{name}: axes {spent[dim]!r} and {axis!r} are both on dim {dim!r}; a dim is spent once")
+                raise AxesError(
+                    f"{name}: axes {spent[dim]!r} and {axis!r} are both on dim {dim!r}; a dim is spent once"
+                )
             spent[dim] = axis
         out.append(dims)
     return tuple(out)

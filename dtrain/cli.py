@@ -30,9 +30,7 @@ app = typer.Typer(
 LayoutFile = Annotated[str, typer.Argument(metavar="LAYOUT", help="A layout file, as in layouts/.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE", help="Values in place of the file's, as in run.steps=10 optim.lr=1e-4."
-    ),
+    typer.Argument(metavar="KEY=VALUE", help="Values in place of the file's, as in run.steps=10 optim.lr=1e-4."),
 ]
 
 
@@ -56,9 +54,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _dtrain(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
 ) -> None:
     pass
 

@@ -28,6 +28,7 @@ from typing import Any
 from dtrain import layout as layouts
 from dtrain import watch
 from dtrain.layout import Layout
+from dtrain.rank import Rank
 
 # Exit codes; a run stopped by a signal, its checkpoint written, ends with 128 + the signal: 130 or 143.
 FINISHED, FAILED, MISTAKE = 0, 1, 2
@@ -42,24 +43,6 @@ Work = Callable[..., None]  # work(layout, rank, quiet=...)
 
 class LaunchError(Exception):
     """The run cannot start as asked; one line for a person."""
-
-
-@dataclass(frozen=True)
-class Rank:
-    """One rank's place: `device` is `cpu` or `cuda:N`, `backend` gloo or nccl.
-
-    `stopping()` says whether a signal asked this rank to stop; all ranks agree on it in the step's own
-    all-reduce. `beat(step, what)` is called before each action (`what` as it prints) and with `start` and
-    `save` before those phases; it costs about a microsecond.
-    """
-
-    rank: int
-    world: int
-    local_rank: int
-    device: str
-    backend: str
-    stopping: Callable[[], bool] = field(default=lambda: False)
-    beat: Callable[[int, str], None] = field(default=lambda step, what: None)
 
 
 @dataclass(frozen=True)
@@ -111,9 +94,7 @@ def _int(env: Mapping[str, str], name: str) -> int:
     try:
         return int(env[name])
     except (KeyError, ValueError):
-        raise LaunchError(
-            f"the environment's {name} is {env.get(name)!r}; it must be a whole number"
-        ) from None
+        raise LaunchError(f"the environment's {name} is {env.get(name)!r}; it must be a whole number") from None
 
 
 def first_host(nodes: str) -> str:
@@ -284,10 +265,11 @@ def _perform(work: Work, layout: Layout, seat: Seat, folder: Path, quiet: bool) 
         if len(asked) > 1 and seat.by == "alone":  # the others are ended by who started them
             raise KeyboardInterrupt
 
-    try:
-        stack = open(folder / f"rank{seat.rank}.stack", "w")  # noqa: SIM115  (open as long as the process)
+    if seat.by != "alone":  # its own process for good: where it is can be asked, and is left behind at a crash
+        stack = open(folder / f"rank{seat.rank}.stack", "w")  # noqa: SIM115
         faulthandler.enable(stack)
         faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
+    try:
         with _handled(on_signal):
             if hasattr(signal, "pthread_sigmask"):
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -299,9 +281,6 @@ def _perform(work: Work, layout: Layout, seat: Seat, folder: Path, quiet: bool) 
     except BaseException as error:
         watch.write_report(folder, watch.report(seat.rank, error))
         return FAILED
-    finally:
-        faulthandler.unregister(signal.SIGUSR1)
-        faulthandler.disable()
     return 128 + asked[0] if asked else FINISHED
 
 
@@ -310,7 +289,7 @@ def _rank(
 ) -> Rank:
     import torch
 
-    if "OMP_NUM_THREADS" not in os.environ:
+    if seat.world > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, cores() // min(seat.world, layout.cluster.gpus_per_node)))
     gpu = layout.cluster.gpu
     visible = torch.cuda.device_count() if gpu != "cpu" and torch.cuda.is_available() else 0
@@ -321,9 +300,7 @@ def _rank(
     backend = "gloo" if device == "cpu" else "nccl"
     dist = torch.distributed
     if seat.world > 1 and not (dist.is_available() and dist.is_backend_available(backend)):
-        raise LaunchError(
-            f"this build of torch has no {backend}; use one from pytorch.org, or a single process"
-        )
+        raise LaunchError(f"this build of torch has no {backend}; use one from pytorch.org, or a single process")
     return Rank(seat.rank, seat.world, seat.local_rank, device, backend, stopping, beat)
 
 
@@ -344,8 +321,8 @@ def _spawned(layout: Layout, quiet: bool, folder: Path, work: Work) -> None:
     parent, code = os.getppid(), FAILED
 
     def orphaned(number: int, frame: Any) -> None:
-        # Outside of the work a signal only matters once the starting process has died: the kernel sends SIGINT
-        # then, and nobody will collect this one.
+        # Outside of the work a signal only matters once the starting process has died: the kernel sends
+        # SIGINT then, and nobody will collect this one.
         if os.getppid() != parent:
             os._exit(128 + number)
 
@@ -439,13 +416,22 @@ def _look(w: _Watched) -> None:
     if w.killed_at is None:
         for rank, b in seen.items():
             code = _exit_code(b.pid)
-            if code and rank not in w.ended and not (w.folder / f"rank{rank}.json").exists():
+            # Elastic may have collected it between two looks: then it knows the code, and is asked in the
+            # end.
+            gone = code is None and b.phase != "done" and not watch.alive(b.pid)
+            if (code or gone) and rank not in w.ended and not (w.folder / f"rank{rank}.json").exists():
                 w.ended[rank] = watch.death(rank, now - POLL_S, code)
-    if w.failed_at is None and (w.ended or watch.reports(w.folder)):
+    found = [*watch.reports(w.folder), *w.ended.values()]
+    if w.failed_at is None and found:
         w.failed_at = now
-    if w.failed_at is None and (limit := watch.overdue(seen, w.limits, now)) is not None:
-        w.stacks = watch.stacks(w.folder, seen)
-        w.hang = watch.hang(watch.beats(w.folder), w.stacks, {**w.limits, "done": limit}, now)
+    late = w.failed_at is None and watch.overdue(seen, w.limits, now) is not None
+    # Where ranks gave up waiting by themselves, and nobody has said anything better for a while, it is a hang
+    # too.
+    gave_up = w.failed_at is not None and now - w.failed_at > GRACE_S / 3 and watch.in_vain(found)
+    if w.hang is None and w.killed_at is None and (late or gave_up):
+        reported = {r.rank for r in found}
+        w.stacks = watch.stacks(w.folder, {r: b for r, b in seen.items() if r not in reported})
+        w.hang = watch.hang(seen, w.stacks, w.limits, now, reported)
         w.failed_at = now - GRACE_S
     if w.signals:
         for rank, b in seen.items():
@@ -485,9 +471,10 @@ def _conclude(layout: Layout, w: _Watched, outcome: list[BaseException]) -> int:
     if not outcome and w.failed_at is None:
         received = w.signals or [b.signal for b in seen.values() if b.signal]
         return 128 + received[0] if received else FINISHED
-    found = [*watch.reports(w.folder), *w.ended.values(), *([w.hang] if w.hang else [])]
-    if not found:  # nothing was seen of it here: what elastic says
-        found = _elastic_failures(outcome)
+    said = _elastic_failures(outcome)
+    ended = [replace(said.get(rank, r), at=r.at) for rank, r in w.ended.items()]
+    found = [*watch.reports(w.folder), *ended, *([w.hang] if w.hang else [])]
+    found = found or list(said.values())
     logs = {int(p.parent.name): p.read_text(errors="replace") for p in w.folder.rglob("stderr.log")}
     extra = {f"stack of rank {r}": text for r, text in {**_crash_stacks(w.folder), **w.stacks}.items()}
     extra |= {f"stderr of rank {r}": text[-20_000:] for r, text in sorted(logs.items())}
@@ -495,15 +482,17 @@ def _conclude(layout: Layout, w: _Watched, outcome: list[BaseException]) -> int:
     return FAILED
 
 
-def _elastic_failures(outcome: list[BaseException]) -> list[watch.Report]:
+def _elastic_failures(outcome: list[BaseException]) -> dict[int, watch.Report]:
+    """What elastic says, by rank: how the first rank that it saw fail ended, or that it failed itself."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    found, now = [], time.monotonic()
+    found: dict[int, watch.Report] = {}
+    now = time.monotonic()
     for error in outcome:
         if isinstance(error, ChildFailedError):
-            found += [watch.death(rank, now, f.exitcode) for rank, f in error.failures.items()]
+            found |= {rank: watch.death(rank, now, f.exitcode) for rank, f in error.failures.items()}
         else:
-            found.append(watch.report(0, error))
+            found[0] = watch.report(0, error)
     return found
 
 
@@ -545,7 +534,8 @@ def _one_of_many(layout: Layout, seat: Seat, quiet: bool, work: Work) -> int:
     with _handled(lambda number, frame: None):  # torchrun asks to end as soon as one rank has
         code = _perform(work, layout, seat, folder, quiet)
         if code == FAILED:
-            _tell(layout, folder, _to_tell(folder, seat.rank), {})
+            _tell(layout, folder, _to_tell(folder, seat.rank, _limits(layout)), {})
+            _end_others(folder, seat.rank)
             sys.stdout.flush()
             os._exit(code)  # not through destructors that wait for peers
     if seat.local_rank == 0:
@@ -553,7 +543,7 @@ def _one_of_many(layout: Layout, seat: Seat, quiet: bool, work: Work) -> int:
     return code
 
 
-def _to_tell(folder: Path, rank: int) -> list[watch.Report]:
+def _to_tell(folder: Path, rank: int, limits: Mapping[str, float]) -> list[watch.Report]:
     """What a rank that failed has to tell: nothing if it only lost a peer of this machine that tells itself,
     or if a lower rank has the same complaint; the end of a peer that died without a word."""
     reports = watch.reports(folder)
@@ -562,19 +552,37 @@ def _to_tell(folder: Path, rank: int) -> list[watch.Report]:
         return [] if any(r.rank < rank and r.message == mine.message for r in reports) else [mine]
     if mine.kind != "collateral":
         return [mine]
-    time.sleep(1)  # the peers' own reports
-    reports = watch.reports(folder)
-    dead = _dead(watch.beats(folder), reports)
-    if dead:
-        return dead[:1] if rank == min(r.rank for r in reports) else []
+    time.sleep(GRACE_S / 3)  # the peers' own reports
+    reports, seen, now = watch.reports(folder), watch.beats(folder), time.monotonic()
+    first_to_fail = rank == min(r.rank for r in reports)
+    cause = next(iter(_dead(seen, reports)), None)
+    if cause is None and first_to_fail and watch.in_vain(reports):
+        gave_up = {r.rank for r in reports}
+        stacks = watch.stacks(folder, {r: b for r, b in seen.items() if r not in gave_up})
+        cause = watch.hang(seen, stacks, limits, now, gave_up)
+    if cause is not None:
+        return [cause] if first_to_fail else []
     return [mine] if watch.first_cause(reports) == mine else []
+
+
+def _end_others(folder: Path, rank: int) -> None:
+    """Kill what is left of this machine's ranks that have neither failed nor ended a grace time later."""
+    end = time.monotonic() + GRACE_S
+    while True:
+        known = {rank, *(r.rank for r in watch.reports(folder))}
+        left = [b.pid for b in watch.beats(folder).values() if b.rank not in known and watch.alive(b.pid)]
+        if not left or time.monotonic() > end:
+            break
+        time.sleep(0.1)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
 
 
 def _dead(seen: Mapping[int, watch.Beat], reports: list[watch.Report]) -> list[watch.Report]:
     """Ranks that have ended without finishing and without a report."""
     known = {r.rank for r in reports}
     return [
-        watch.Report(b.rank, b.at, "death", "was killed or ended without a word")
+        watch.death(b.rank, b.at, None)
         for b in seen.values()
         if b.rank not in known and b.phase != "done" and not watch.alive(b.pid)
     ]
@@ -595,10 +603,10 @@ def _guard(layout: Layout, seat: Seat, folder: Path) -> None:
         dead = _dead(seen, found)
         if failed_at is None and (found or dead):
             failed_at = now
-        elif failed_at is None and (limit := watch.overdue(seen, limits, now)) is not None:
+        elif failed_at is None and watch.overdue(seen, limits, now) is not None:
             stacks = watch.stacks(folder, seen)
-            hang = watch.hang(seen, stacks, {**limits, "done": limit}, now)
-            _tell(layout, folder, [hang], {f"stack of rank {r}": s for r, s in stacks.items()})
+            hang = watch.hang(seen, stacks, limits, now)
+            _tell(layout, folder, [hang] if hang else [], {f"stack of rank {r}": s for r, s in stacks.items()})
             failed_at = now - GRACE_S
         if failed_at is not None and now - failed_at >= GRACE_S:
             if dead and not found:

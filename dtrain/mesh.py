@@ -157,7 +157,7 @@ class _Meeting:
                 self.ready.notify_all()
             while turn not in self.results:
                 if self.abort.is_set():
-                    raise SimulationStopped
+                    raise SimulationStoppedError
                 self.ready.wait(timeout=1.0)
             result = self.results[turn]
             self.taken[turn] = self.taken.get(turn, 0) + 1
@@ -166,7 +166,7 @@ class _Meeting:
             return result
 
 
-class SimulationStopped(RuntimeError):
+class SimulationStoppedError(RuntimeError):
     """Another simulated rank failed; this one stops too."""
 
 
@@ -192,7 +192,7 @@ class SimulatedGroup(dist.ProcessGroup):
     """
 
     def __init__(self, index: int, meeting: _Meeting, mail: dict[tuple[int, int], deque[Tensor]]) -> None:
-        super().__init__(index, meeting.members)
+        super().__init__(index, meeting.members)  # type: ignore[call-arg]
         self.index, self.meeting, self.mail = index, meeting, mail
         self.turn = 0
 
@@ -207,7 +207,7 @@ class SimulatedGroup(dist.ProcessGroup):
         result: Tensor = self.meeting.exchange(self.turn, self.index, x.clone(), combine)
         return result
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         combine = _maximum if opts is not None and opts.reduceOp == dist.ReduceOp.MAX else _total
         for x in tensors:
             x.copy_(self._exchange(x, combine))
@@ -223,8 +223,8 @@ class SimulatedGroup(dist.ProcessGroup):
             out.copy_(self._exchange(x, _total).chunk(self.size())[self.index])
         return _Done()
 
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> dist.Work:
         with self.meeting.ready:
@@ -237,7 +237,7 @@ class SimulatedGroup(dist.ProcessGroup):
             with self.meeting.ready:
                 while not self.mail.get((src, self.index)):
                     if self.meeting.abort.is_set():
-                        raise SimulationStopped
+                        raise SimulationStoppedError
                     self.meeting.ready.wait(timeout=1.0)
                 sent = self.mail[src, self.index].popleft()
             if sent.shape != tensors[0].shape or sent.dtype != tensors[0].dtype:
@@ -284,7 +284,7 @@ def simulate(mesh: Mesh, names: Iterable[str], work: Callable[[int, Groups], T])
                     register_group(name, groups[name])
             with torch.no_grad():
                 results[rank] = work(rank, groups)
-        except SimulationStopped:
+        except SimulationStoppedError:
             pass
         except BaseException as e:
             failures.append((rank, e))
@@ -351,7 +351,7 @@ def join_world(mesh: Mesh, names: Iterable[str], rank: int, backend: str, device
     """
     if mesh.world == 1:
         return {}
-    first = {"timeout": timedelta(seconds=limits.start), "rank": rank, "world_size": mesh.world}
+    first: dict[str, Any] = {"timeout": timedelta(seconds=limits.start), "rank": rank, "world_size": mesh.world}
     if backend == "nccl":
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device(device), **first)
     else:

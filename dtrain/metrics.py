@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-def flops_per_token(
-    params: int, layers: int, heads: int, head_dim: int, seq: int, causal: bool = True
-) -> float:
+def flops_per_token(params: int, layers: int, heads: int, head_dim: int, seq: int, causal: bool = True) -> float:
     """Model FLOPs of forward and backward for one token.
 
     `params` are the weights without the input table (a tied table counts: it is the head's matrix); `heads`

@@ -93,9 +93,7 @@ def positions(here: Here, x: Tensor, axis: str, position: int) -> Tensor:
     return torch.arange(x.shape[position], device=x.device) + here.offset(axis)
 
 
-def dropout(
-    here: Here, x: Tensor, axes: str, sample_B: Tensor, key: rng.Key, site: str, rate: float
-) -> Tensor:
+def dropout(here: Here, x: Tensor, axes: str, sample_B: Tensor, key: rng.Key, site: str, rate: float) -> Tensor:
     """Zero elements of x with probability `rate` and scale the rest by 1/(1-rate).
 
     `axes` names x's axes, `batch` first. The mask is a function of the key, the site and the element's global
@@ -149,9 +147,7 @@ def rope_tables(
     position_S: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of position * frequency, (seq, head_dim/2): fp32 whatever the model's dtype, or float64."""
-    angle = position_S.to(torch.float64)[:, None] * rope_frequencies(
-        head_dim, theta, scaling, position_S.device
-    )
+    angle = position_S.to(torch.float64)[:, None] * rope_frequencies(head_dim, theta, scaling, position_S.device)
     table = torch.float64 if dtype == torch.float64 else torch.float32
     return angle.cos().to(table), angle.sin().to(table)
 
@@ -193,9 +189,7 @@ def attention(
     if causal and valid_BT is not None:
         raise OpError("attention takes either causal=True or a mask of valid keys, not both")
     if causal and q_BSHK.shape[1] != k_BTGK.shape[1]:
-        raise OpError(
-            f"causal attention needs as many queries as keys, got {q_BSHK.shape[1]} and {k_BTGK.shape[1]}"
-        )
+        raise OpError(f"causal attention needs as many queries as keys, got {q_BSHK.shape[1]} and {k_BTGK.shape[1]}")
     valid = None
     if valid_BT is not None:
         valid = valid_BT > 0
@@ -205,9 +199,7 @@ def attention(
         p_BHST = p_BHST if drop is None else drop(p_BHST)
         return _weigh(p_BHST.to(v_BTGK.dtype), v_BTGK)
     if drop is not None:
-        raise OpError(
-            f"attention dropout needs kernel 'math', not {kernel!r}; set attention: math or no dropout"
-        )
+        raise OpError(f"attention dropout needs kernel 'math', not {kernel!r}; set attention: math or no dropout")
     out: Tensor = _attention(q_BSHK, k_BTGK, v_BTGK, valid, causal, kernel)[0]
     return out
 
@@ -377,9 +369,7 @@ def _attention_backward(
 
 # One opaque node in every graph, with the same saved set whatever kernel runs: a plan made on a laptop and a
 # run on a cluster lower alike.
-_attention: Any = torch.library.custom_op(
-    "dtrain::attention", _attention_forward, mutates_args=(), schema=_SCHEMA
-)
+_attention: Any = torch.library.custom_op("dtrain::attention", _attention_forward, mutates_args=(), schema=_SCHEMA)
 _backward: Any = torch.library.custom_op(
     "dtrain::attention_backward", _attention_backward, mutates_args=(), schema=_SCHEMA_BACKWARD
 )
@@ -390,9 +380,7 @@ def _empty(x: Tensor) -> Tensor:
 
 
 @_attention.register_fake  # type: ignore[untyped-decorator]
-def _(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: bool, kernel: str
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: bool, kernel: str) -> tuple[Tensor, Tensor]:
     lse = torch.float64 if q.dtype == torch.float64 else torch.float32
     return _empty(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=lse)
 

@@ -39,9 +39,7 @@ def value(path: str, p: Param, seed: int, dtype: torch.dtype) -> Tensor:
     return (p.init.std * rng.normal(rng.fold(state, index))).to(dtype)
 
 
-def init(
-    module: ModuleType, cfg: Any, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> dict[str, Tensor]:
+def init(module: ModuleType, cfg: Any, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Every stored parameter at step 0, by path."""
     return {path: value(path, p, seed, dtype) for path, p in parameters(module, cfg).items()}
 
@@ -51,8 +49,7 @@ def segments(module: ModuleType, cfg: Any, params: Mapping[str, Tensor]) -> list
     tree = module.params(cfg)
     units = ["embed", *(f"block.{i}" for i in range(cfg.layers)), "head"]
     return [
-        {name: params[p.tied_to or f"{unit}/{name}"] for name, p in tree[unit.split(".")[0]].items()}
-        for unit in units
+        {name: params[p.tied_to or f"{unit}/{name}"] for name, p in tree[unit.split(".")[0]].items()} for unit in units
     ]
 
 

@@ -1,7 +1,7 @@
 """What `gather`, `constrain` and `island` mean on a mesh, while a segment is being traced.
 
-DTensor exists only here: a segment runs once on fake local tensors wrapped as DTensors, and every collective it
-asks for is recorded in the graph with the model line that asked (`node.meta["site"]`).
+DTensor exists only here: a segment runs once on fake local tensors wrapped as DTensors, and every collective
+it asks for is recorded in the graph with the model line that asked (`node.meta["site"]`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Placements = tuple[Placement, ...]
 class Tracing:
     """Everything `on` needs while one segment is traced.
 
-    `mesh` has the dims of size above 1 that cut computation (never pp); `coordinates` holds this rank's place on
-    each as a 0-dim int64 tensor, an input of the graph; `model` is the model's file, for messages.
+    `mesh` has the dims of size above 1 that cut computation (never pp); `coordinates` holds this rank's place
+    on each as a 0-dim int64 tensor, an input of the graph; `model` is the model's file, for messages.
     """
 
     mesh: DeviceMesh
@@ -113,8 +113,8 @@ def _mark_since(begin: Node | None, key: str, where: str) -> None:
 
 
 class model_lines(TorchFunctionMode):  # noqa: N801  (reads as a word in `with`)
-    """While open, every node recorded gets the model line it comes from as `node.meta["line"]`, and so does, in its
-    `metadata`, every autograd node that is made."""
+    """While open, every node recorded gets the model line it comes from as `node.meta["line"]`, and so does,
+    in its `metadata`, every autograd node that is made."""
 
     def __init__(self, model: str) -> None:
         super().__init__()
@@ -122,35 +122,62 @@ class model_lines(TorchFunctionMode):  # noqa: N801  (reads as a word in `with`)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         where, begin = site(self.model), _last_node()
-        out = func(*args, **(kwargs or {}))
-        _mark_since(begin, "line", where)
+        given = [x for a in args for x in (a if isinstance(a, (list, tuple)) else (a,))]
+        cause = next((_began(x) for x in given if _is_partial(x)), None)
+        try:
+            out = func(*args, **(kwargs or {}))
+        finally:
+            _mark_since(begin, "line", where)
+            _mark_since(begin, "cause", cause or where)
         results = out if isinstance(out, (tuple, list)) else (out,)
         _mark_autograd([x for x in results if isinstance(x, Tensor)], where)
         return out
 
 
+def _is_partial(x: Any) -> bool:
+    return isinstance(x, DTensor) and any(p.is_partial() for p in x.placements)
+
+
 def _mark_autograd(made: Sequence[Tensor], where: str) -> None:
     for fn in _autograd_nodes(made, lambda fn: "line" in fn.metadata):
         fn.metadata["line"] = where
+    for x in made:
+        if x.grad_fn is not None and _is_partial(x):
+            metadata: Any = x.grad_fn.metadata
+            metadata["partial"] = True
+
+
+def _began(x: Tensor) -> str | None:
+    """The model line where the partial sum `x` began."""
+    fn: Any = x.grad_fn
+    last = None
+    while fn is not None:  # towards the inputs, as long as they are partial sums
+        last, fn = (
+            fn,
+            next((f for f, _ in fn.next_functions if f is not None and "partial" in f.metadata), None),
+        )
+    return None if last is None else last.metadata.get("line")
 
 
 @dataclass
 class Backward:
-    """Follows a backward while it runs. `running` are the autograd nodes at work, innermost last; `readers` of a
-    node's value are the nodes that give it a gradient, each by one of its results; `partial` are the results
-    that are partial sums."""
+    """Follows a backward while it runs. `running` are the autograd nodes at work, innermost last; `readers`
+    of a node's value are the nodes that give it a gradient, each by one of its results; `partial` are the
+    results that are partial sums."""
 
     running: list[Any]
     readers: dict[Any, list[tuple[Any, int]]]
     partial: set[tuple[Any, int]]
 
     def origin(self, fn: Any) -> str | None:
-        """The model line where the partial sum that reaches the node `fn` began, else the line of `fn` itself."""
+        """The model line where the partial sum that reaches the node `fn` began, else the line of `fn`
+        itself."""
         seen: set[Any] = set()
         while fn is not None:
             seen.add(fn)
-            last, fn = fn, next(
-                (r for r, i in self.readers.get(fn, []) if (r, i) in self.partial and r not in seen), None
+            last, fn = (
+                fn,
+                next((r for r, i in self.readers.get(fn, []) if (r, i) in self.partial and r not in seen), None),
             )
         return last.metadata.get("line")  # type: ignore[no-any-return]
 
@@ -164,8 +191,8 @@ class Backward:
 
 
 def follow_backward(y: Tensor) -> Backward:
-    """Nodes that the backward of `y` records will get the model line of what they differentiate as `line`, and the
-    line where a partial sum that reached it began as `cause`."""
+    """Nodes that the backward of `y` records will get the model line of what they differentiate as `line`,
+    and the line where a partial sum that reached it began as `cause`."""
     backward = Backward([], {}, set())
 
     def hook(fn: Any) -> None:
@@ -176,12 +203,16 @@ def follow_backward(y: Tensor) -> Backward:
             backward.running.append(fn)
 
         def after(results: Any, grads: Any) -> None:
-            begin, where, cause = begins.pop(), fn.metadata.get("line"), backward.origin(backward.running.pop())
+            begin, where, cause = (
+                begins.pop(),
+                fn.metadata.get("line"),
+                backward.origin(backward.running.pop()),
+            )
             if where:
                 _mark_since(begin, "line", where)
                 _mark_since(begin, "cause", cause or where)
             for i, g in enumerate(results):
-                if isinstance(g, DTensor) and any(p.is_partial() for p in g.placements):
+                if _is_partial(g):
                     backward.partial.add((fn, i))
 
         fn.register_prehook(before)
@@ -270,10 +301,10 @@ class _FromLocal(torch.autograd.Function):
         (grad,) = grads
         if grad.placements != ctx.where:
             dims = grad.device_mesh.mesh_dim_names
-            raise LoweringError(
-                f"{ctx.line}: the gradient of this island's result arrives as "
-                f"[{describe(dims, grad.placements, grad.ndim)}], not [{describe(dims, ctx.where, grad.ndim)}]; "
-                "put an on.constrain where the result is used"
+            have, want = describe(dims, grad.placements, grad.ndim), describe(dims, ctx.where, grad.ndim)
+            raise AxesError(
+                f"the gradient of the result of the island at {ctx.line} arrives as [{have}], not [{want}]; "
+                "an on.constrain is missing where that result is used"
             )
         return grad._local_tensor, None, None, None
 
@@ -315,9 +346,10 @@ def on_mesh(tracing: Tracing, placed: dict[str, str]) -> On:
                 have = x.placements if isinstance(x, DTensor) else None
                 if have != want:
                     got = "a plain tensor" if have is None else f"[{describe(dims, have, x.ndim)}]"
+                    where = _began(x) if _is_partial(x) else None
                     raise LoweringError(
-                        f"{line}: input {i} of this island arrives as {got}, not [{show(tracing, spec)}]; "
-                        f"put on.constrain(..., {spec!r}) before it"
+                        f"{where or line}: input {i} of the island at {line} arrives as {got}, "
+                        f"not [{show(tracing, spec)}]; put on.constrain(..., {spec!r}) before it"
                     )
             used = [any(not w[d].is_replicate() for w in [*wanted, result]) for d in range(len(dims))]
             local = []
@@ -363,4 +395,15 @@ def on_mesh(tracing: Tracing, placed: dict[str, str]) -> On:
     return On(gather=gather, constrain=constrain, island=island)
 
 
-__all__ = ["AxesError", "Held", "LoweringError", "Tracing", "on_mesh", "place", "placements", "show", "site", "wrap"]
+__all__ = [
+    "AxesError",
+    "Held",
+    "LoweringError",
+    "Tracing",
+    "on_mesh",
+    "place",
+    "placements",
+    "show",
+    "site",
+    "wrap",
+]

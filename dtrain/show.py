@@ -128,18 +128,14 @@ def kv_sharing(s: Stored) -> str:
     dims = s.cut[s.param.axes.index("kv_heads")]
     heads = s.param.shape[s.param.axes.index("kv_heads")]
     inner = f"{dims[-1]}%{s.share}"
-    return (
-        f"cut over {heads} blocks of {'.'.join(dims)}, copied over the {s.share} ranks of a block ({inner})"
-    )
+    return f"cut over {heads} blocks of {'.'.join(dims)}, copied over the {s.share} ranks of a block ({inner})"
 
 
 # ------------------------------------------------------------------------------------------------ activations
 
 
 def _activations(p: Plan) -> str:
-    rows = [
-        [a.segment, a.line, a.what, a.placement, _shape(a.shape), _shape(a.local)] for a in activations(p)
-    ]
+    rows = [[a.segment, a.line, a.what, a.placement, _shape(a.shape), _shape(a.local)] for a in activations(p)]
     return _table(["segment", "line", "what", "placement", "global", "local"], rows)
 
 
@@ -156,9 +152,7 @@ def activations(p: Plan) -> list[Activation]:
         over = job.mesh.ordered(d for a in summed for d in table.get(a, ()))
         local = tuple(max(1, n // job.mesh.product(dims)) for n, dims in zip(x.shape, cut, strict=True))
         line = site(module.__file__ or "")
-        seen.append(
-            Activation(segment, Path(line).name, what, notation(axes, cut, over), tuple(x.shape), local)
-        )
+        seen.append(Activation(segment, Path(line).name, what, notation(axes, cut, over), tuple(x.shape), local))
 
     def constrain(x: Tensor, spec: str) -> Tensor:
         note("constrain", x, spec)
@@ -216,9 +210,7 @@ def _stages(p: Plan, tree: Mapping[str, Mapping[str, Stored]]) -> str:
         ends = [segment for segment, _ in names if segment != "block"]
         ranks = [r for r in range(p.job.mesh.world) if p.job.mesh.coordinates(r).get("pp", 0) == coordinate]
         numbers = [layer for segment, layer in names if segment == "block"]
-        rows.append(
-            [str(coordinate), str(len(numbers)), spans(numbers), " ".join(ends), f"{held:,}", spans(ranks)]
-        )
+        rows.append([str(coordinate), str(len(numbers)), spans(numbers), " ".join(ends), f"{held:,}", spans(ranks)])
     return _table(["pp", "layers", "which", "and", "parameters a rank computes with", "ranks"], rows)
 
 
@@ -246,11 +238,7 @@ def groups(found: Sequence[Sequence[int]], most: int = 32) -> str:
     for members in found:
         if shown and ranks + len(members) > most:
             return " ".join(shown) + f" and {len(found) - len(shown)} more"
-        text = (
-            " ".join(map(str, members))
-            if len(members) <= most
-            else f"{members[0]} {members[1]} .. {members[-1]}"
-        )
+        text = " ".join(map(str, members)) if len(members) <= most else f"{members[0]} {members[1]} .. {members[-1]}"
         shown.append(f"({text})")
         ranks += len(members)
     return " ".join(shown)
@@ -278,6 +266,4 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     keep = [i for i in range(len(headers)) if any(row[i] for row in rows)]
     lines = [[headers[i] for i in keep], *([row[i] for i in keep] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(keep))]
-    return "\n".join(
-        "  " + "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+    return "\n".join("  " + "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)

@@ -1,9 +1,9 @@
 """How parameters lie at rest.
 
 Computation sees a parameter's *local* tensor: the global one cut by the `compute` rules. At rest that local
-tensor is cut further by `params` and `optimizer`, one *step* at a time, along the axis that the rule names, in
-even shards whose padding no operation ever sees (it is cut off by every gather and zero in every gradient).
-Parameters of one unit that are cut alike travel in one flat buffer.
+tensor is cut further by `params` and `optimizer`, one *step* at a time, along the axis that the rule names,
+in even shards whose padding no operation ever sees (it is cut off by every gather and zero in every
+gradient). Parameters of one unit that are cut alike travel in one flat buffer.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ class Step:
 class Stored:
     """One parameter on a mesh.
 
-    `param` is global and padded (`real` is its unpadded shape); `local` the shape that computation sees; `steps`
-    the further cuts at rest, of which the first `rest` come from `params` and the first `grads` hold for the
-    gradient accumulator. `share` is how many neighbours along the KV dim hold the same heads (1: none).
+    `param` is global and padded (`real` is its unpadded shape); `local` the shape that computation sees;
+    `steps` the further cuts at rest, of which the first `rest` come from `params` and the first `grads` hold
+    for the gradient accumulator. `share` is how many neighbours along the KV dim hold the same heads (1:
+    none).
     """
 
     path: str
@@ -67,7 +68,14 @@ class Stored:
 
 
 def store(
-    path: str, real: Param, param: Param, mesh: Mesh, compute: Rules, params: Rules, optimizer: Rules, grads: Rules | None
+    path: str,
+    real: Param,
+    param: Param,
+    mesh: Mesh,
+    compute: Rules,
+    params: Rules,
+    optimizer: Rules,
+    grads: Rules | None,
 ) -> Stored:
     """Place one parameter; raises AxesError where the rules collide."""
     cut: Split = tuple(mesh.ordered(dims) for dims in split(param.axes, compute, path))
@@ -88,7 +96,9 @@ def store(
             new = mesh.ordered(d for d in dims if d not in cut[i])
             for d in new:
                 if d in used:
-                    raise AxesError(f"{path}: {what} puts {param.axes[i]!r} on dim {d!r}, which this parameter spent already")
+                    raise AxesError(
+                        f"{path}: {what} puts {param.axes[i]!r} on dim {d!r}, spent by this parameter already"
+                    )
                 used.add(d)
             if new:
                 steps.append(Step(i, ".".join(new), mesh.product(new)))
@@ -115,7 +125,7 @@ def store(
     return Stored(path, param, real.shape, cut, tuple(local), share, tuple(steps), len(rest), kept)
 
 
-# ------------------------------------------------------------------------------ what a rank holds, and its values
+# -------------------------------------------------------------------------- what a rank holds, and its values
 
 
 @dataclass(frozen=True)
@@ -162,7 +172,7 @@ def fill(s: Stored, mesh: Mesh, at: Mapping[str, int], seed: int, dtype: torch.d
     return F.pad(values, pad)
 
 
-# ------------------------------------------------------------------------------------- collectives over flat buffers
+# ------------------------------------------------------------------------------ collectives over flat buffers
 
 _c10d = torch.ops._c10d_functional
 
@@ -264,7 +274,10 @@ def _reduce_scatter(
             for i in index:
                 at, g = storeds[i].steps[depth[i]].at, out[i]
                 shape = storeds[i].shape(depth[i] + 1)
-                g = F.pad(g, [p for j in reversed(range(g.ndim)) for p in (0, (ranks * shape[at] - g.shape[at]) * (j == at))])
+                g = F.pad(
+                    g,
+                    [p for j in reversed(range(g.ndim)) for p in (0, (ranks * shape[at] - g.shape[at]) * (j == at))],
+                )
                 rows.append(g.reshape(*shape[:at], ranks, *shape[at:]).movedim(at, 0).reshape(ranks, -1))
                 shapes.append(shape)
             flat = torch.cat(rows, 1).reshape(-1)

@@ -8,10 +8,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import (
+    _clear_fast_path_sharding_prop_cache,
+    _clear_python_sharding_prop_cache,
+)
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+_c10d: Any = torch._C._distributed_c10d
 
 
 def tracing_graph() -> Graph | None:
@@ -22,13 +27,13 @@ def tracing_graph() -> Graph | None:
 
 def join_fake_world(size: int, rank: int = 0) -> None:
     """A process group of any size without processes; its collectives do nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
 
 
 @contextmanager
 def forgetting_meshes() -> Iterator[None]:
-    """Empty DTensor's caches before and after. They hold meshes, and an equal mesh as another rank sees it has other
-    groups."""
+    """Empty DTensor's caches before and after. They hold meshes, and an equal mesh as another rank sees it
+    has other groups."""
     _clear_caches()
     try:
         yield
@@ -43,21 +48,21 @@ def _clear_caches() -> None:
 
 def register_group(name: str, group: Any) -> None:
     """Let graphs say `name` for `group`; in a thread-isolated world the name belongs to the thread."""
-    torch._C._distributed_c10d._register_process_group(name, group)
+    _c10d._register_process_group(name, group)
 
 
 def unregister_group(name: str) -> None:
-    torch._C._distributed_c10d._unregister_process_group(name)
+    _c10d._unregister_process_group(name)
 
 
 @contextmanager
 def isolated_threads() -> Iterator[None]:
     """While open, registered group names belong to the thread that registered them."""
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    _c10d._set_thread_isolation_mode(True)
     try:
         yield
     finally:
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        _c10d._set_thread_isolation_mode(False)
 
 
 def cpp_compiler() -> str | None:

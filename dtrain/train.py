@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,7 @@ from dtrain.program.compile import Sharing, compile_program, uncompiled
 from dtrain.program.interpret import Calls, Place, Step, Weights, initial_weights, publish, run
 from dtrain.program.lower import Program, lower
 from dtrain.program.update import Report, State, UpdateConfig, agree, all_reduce, counts_loss, make_update
-
-if TYPE_CHECKING:
-    from dtrain.launch import Rank
+from dtrain.rank import Rank
 
 Batch = Mapping[str, Tensor]
 
@@ -208,7 +206,8 @@ def join(plan: Plan, rank: Rank, program: Program) -> Place:
     seen = everyone(checkpoint.latest(folder), groups.get("start"), rank.world)
     if len(set(seen)) > 1:
         raise RunError(
-            f"run.folder {folder}: rank 0 finds step {seen[0]} there, another rank {next(s for s in seen if s != seen[0])}; "
+            f"run.folder {folder}: rank 0 finds step {seen[0]} there, another rank "
+            f"{next(s for s in seen if s != seen[0])}; "
             "it must be on a disk that all nodes share"
         )
     return Place(mesh, rank.rank, groups, plan.units[mesh.coordinates(rank.rank).get("pp", 0)], rank.device)
@@ -251,7 +250,9 @@ def restore(r: Run, step: int) -> State:
     state = _state(r, masters)
     path = checkpoint.find(r.folder, step)
     wanted = names(r.program, state.scale is not None)
-    checkpoint.restore(path, checkpoint.pieces(r.program, r.place, state), wanted, r.place.groups.get("start"), r.rank.world)
+    checkpoint.restore(
+        path, checkpoint.pieces(r.program, r.place, state), wanted, r.place.groups.get("start"), r.rank.world
+    )
     state.weights = publish(r.program, r.calls, r.place, masters)
     return state
 
@@ -275,6 +276,10 @@ def loop(r: Run, state: State, log: Log, done: int, record: Record | None) -> No
     trace = Trace(r)
     saved = done
     report = None
+    if lay.run.eval_every and not done:
+        with clock.paused():
+            valid = held_out.loss(state, 1)
+            metrics.record_validation(log, 0, valid)
     for number in range(done + 1, lay.run.steps + 1):
         with trace.step(number):
             step, empty = training_step(r, number, state)
@@ -400,7 +405,9 @@ def blamed(r: Run, weights: Weights, step: Step) -> str:
     mine = blame.find(r.program, uncompiled(r.program, r.place.device), r.place, weights, lists, step)
     found = [b for b in everyone(mine, r.place.groups.get("start"), r.rank.world) if b is not None]
     if not found:
-        return "run again uncompiled it is finite, so the compiled code is at fault: use run.compile=off and report this"
+        return (
+            "run again uncompiled it is finite, so the compiled code is at fault: use run.compile=off and report this"
+        )
     return f"the first bad tensor: {min(found).text}"
 
 
@@ -415,7 +422,9 @@ def save(r: Run, state: State, record: Record) -> Path:
     bad = [k for k, v in state.weights.masters.items() if not bool(torch.isfinite(v).all())]
     found = [b for b in everyone(bad, r.place.groups.get("save"), r.rank.world) if b]
     if found:
-        raise RunError(f"step {record.step}: parameter {found[0][0]} is not finite after the update, not saved. {kept(r)}")
+        raise RunError(
+            f"step {record.step}: parameter {found[0][0]} is not finite after the update, not saved. {kept(r)}"
+        )
     mine = checkpoint.pieces(r.program, r.place, state)
     return checkpoint.save(r.folder, record, mine, r.rank.rank, r.rank.world, r.place.groups.get("save"))
 
@@ -467,12 +476,13 @@ def flops_per_token(plan: Plan) -> float:
 
 def peak_memory(r: Run) -> int:
     """Bytes, of the rank that needed most."""
-    return max(everyone(metrics.peak_memory(torch.device(r.place.device)), r.place.groups.get("save"), r.rank.world))
+    largest: int = max(
+        everyone(metrics.peak_memory(torch.device(r.place.device)), r.place.groups.get("save"), r.rank.world)
+    )
+    return largest
 
 
-def summary(
-    r: Run, saved: int, report: Report, valid: float | None, skipped: int, rate: float, memory: int
-) -> str:
+def summary(r: Run, saved: int, report: Report, valid: float | None, skipped: int, rate: float, memory: int) -> str:
     """What a run says at its end."""
     steps = r.layout.run.steps
     lines = [f"stopped as asked after step {saved} of {steps}" if saved < steps else f"finished: {steps} steps"]

@@ -60,7 +60,11 @@ def train(
     program = program or lower(plan.job)
     calls = calls or uncompiled(program)
     mesh = plan.job.mesh
-    names = {*program.groups(), *(["world"] if mesh.world > 1 else []), *(["pp"] if mesh.size("pp") > 1 else [])}
+    names = {
+        *program.groups(),
+        *(["world"] if mesh.world > 1 else []),
+        *(["pp"] if mesh.size("pp") > 1 else []),
+    }
 
     def work(rank: int, groups: Groups) -> tuple[Place, list[Report], list[dict[str, Tensor]], list[dict[str, Tensor]]]:
         place = Place(mesh, rank, groups, plan.units[mesh.coordinates(rank).get("pp", 0)])
@@ -172,7 +176,10 @@ def shrink(layout: Layout) -> Layout:
         "positions": seq,
     }
     values = {k: v for k, v in (old | {k: v for k, v in new.items() if k in old}).items() if k != "attention"}
-    fields = {k: dataclasses.asdict(v) if dataclasses.is_dataclass(v) else v for k, v in values.items()}
+    fields = {
+        k: dataclasses.asdict(v) if dataclasses.is_dataclass(v) and not isinstance(v, type) else v
+        for k, v in values.items()
+    }
     data_parallel = 1
     for d in layout.shard.compute.get("batch", ()):
         data_parallel *= small[d]
@@ -180,7 +187,9 @@ def shrink(layout: Layout) -> Layout:
     model = layout.model
     return layout.model_copy(
         update={
-            "cluster": layout.cluster.model_copy(update={"nodes": 1, "gpus_per_node": math.prod(small.values()), "gpu": "cpu"}),
+            "cluster": layout.cluster.model_copy(
+                update={"nodes": 1, "gpus_per_node": math.prod(small.values()), "gpu": "cpu"}
+            ),
             "mesh": {d: m.model_copy(update={"size": small[d]}) for d, m in layout.mesh.items()},
             "pipeline": layout.pipeline.model_copy(update={"layers_per_stage": tuple(stages)}),
             "model": model.model_copy(
@@ -192,7 +201,12 @@ def shrink(layout: Layout) -> Layout:
                 }
             ),
             "data": layout.data.model_copy(
-                update={"seq": seq, "batch": data_parallel * microbatches, "microbatch": 1, "source": "synthetic"}
+                update={
+                    "seq": seq,
+                    "batch": data_parallel * microbatches,
+                    "microbatch": 1,
+                    "source": "synthetic",
+                }
             ),
             "run": layout.run.model_copy(update={"precision": "fp64", "loss_scale": None, "steps": 2}),
         }
@@ -263,7 +277,9 @@ def main(layout: Layout, echo: Callable[[str], None] = print) -> bool:
     plan = make_plan(shrink(layout))
     mesh = plan.job.mesh
     sizes = " x ".join(f"{d} {n}" for d, n in mesh.sizes) or "one process"
-    echo(f"{sizes}: {mesh.world} simulated ranks in float64, {plan.job.layers} layers, {plan.microbatches} microbatches")
+    echo(
+        f"{sizes}: {mesh.world} simulated ranks in float64, {plan.job.layers} layers, {plan.microbatches} microbatches"
+    )
     echo(f"tolerance {TOLERANCE:g} x max(1, largest value)")
     program = lower(plan.job)
     good = True

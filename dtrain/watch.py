@@ -16,7 +16,7 @@ import signal
 import struct
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -77,10 +77,6 @@ def done(memory: mmap.mmap) -> None:
     """The rank has finished its work; it may now end when it likes."""
     step, _, _, what = _BEAT.unpack_from(memory, 16)
     _BEAT.pack_into(memory, 16, step, time.monotonic(), PHASES.index("done"), what)
-
-
-def finished(memory: mmap.mmap) -> bool:
-    return bool(_BEAT.unpack_from(memory, 16)[2] == PHASES.index("done"))
 
 
 def beats(folder: Path) -> dict[int, Beat]:
@@ -166,8 +162,11 @@ def reports(folder: Path) -> list[Report]:
     return [Report(**json.loads(path.read_text())) for path in sorted(folder.glob("rank*.json"))]
 
 
-def death(rank: int, at: float, code: int) -> Report:
-    """A rank that ended without a report; `code` as multiprocessing has it, minus the signal's number."""
+def death(rank: int, at: float, code: int | None) -> Report:
+    """A rank that ended without a report; `code` as multiprocessing has it, minus the signal's number, None
+    where nobody knows."""
+    if code is None:
+        return Report(rank, at, "death", "was killed or ended without a word")
     if code >= 0:
         return Report(rank, at, "death", f"ended without a word, exit code {code}")
     try:
@@ -178,16 +177,25 @@ def death(rank: int, at: float, code: int) -> Report:
     return Report(rank, at, "death", f"was killed by signal {-code} ({name}{hint})")
 
 
+def _doubtful(r: Report) -> bool:
+    """A death that may only be the libraries' answer to a peer's: NCCL aborts a process that waited in
+    vain."""
+    return r.kind == "death" and ("SIGABRT" in r.message or "exit code" in r.message)
+
+
 def first_cause(found: Iterable[Report]) -> Report | None:
     """The failure that the others follow from: what a peer's end or absence explains counts last, then the
-    first in time. An abort may be NCCL giving up on a peer, so it is only believed where nothing better is
-    known."""
+    first in time."""
+    return min(found, key=lambda r: (2 if r.kind == "collateral" else 1 if _doubtful(r) else 0, r.at), default=None)
 
-    def order(r: Report) -> tuple[int, float]:
-        doubtful = r.kind == "death" and ("SIGABRT" in r.message or "exit code" in r.message)
-        return (2 if r.kind == "collateral" else 1 if doubtful else 0), r.at
 
-    return min(found, key=order, default=None)
+def in_vain(found: Iterable[Report]) -> bool:
+    """Whether all that is known is that ranks gave up waiting: then a rank that is still there is the
+    cause."""
+    known = list(found)
+    if any(r.kind != "collateral" and not _doubtful(r) for r in known):
+        return False
+    return any(re.search(r"timed? ?out|SIGABRT", r.message, re.IGNORECASE) for r in known)
 
 
 # ------------------------------------------------------------------------------------------------------ hangs
@@ -203,11 +211,12 @@ def overdue(seen: Mapping[int, Beat], limits: Mapping[str, float], now: float) -
     return limit if any(now - b.at > limit for b in running) else None
 
 
-def behind(seen: Mapping[int, Beat], stacks: Mapping[int, str]) -> int:
+def behind(seen: Mapping[int, Beat], stacks: Mapping[int, str], gave_up: Collection[int] = ()) -> int | None:
     """The rank that the others wait for: one that is not itself waiting in a collective, at the earliest
-    step, silent for the longest."""
-    running = [b for b in seen.values() if b.phase != "done"]
-    return min(running, key=lambda b: (waits(stacks.get(b.rank, "")), b.step, b.at)).rank
+    step, silent for the longest. None if all have finished or are among those that `gave_up` waiting."""
+    running = [b for b in seen.values() if b.phase != "done" and b.rank not in gave_up]
+    late = min(running, key=lambda b: (waits(stacks.get(b.rank, "")), b.step, b.at), default=None)
+    return None if late is None else late.rank
 
 
 _FRAME = re.compile(r'File "(.*)", line (\d+)')
@@ -245,13 +254,20 @@ def stacks(folder: Path, seen: Mapping[int, Beat], patience: float = 2.0) -> dic
 
 
 def hang(
-    seen: Mapping[int, Beat], stack: Mapping[int, str], limits: Mapping[str, float], now: float
-) -> Report:
-    """The verdict on a run that makes no progress."""
-    culprit = seen[behind(seen, stack)]
+    seen: Mapping[int, Beat],
+    stack: Mapping[int, str],
+    limits: Mapping[str, float],
+    now: float,
+    gave_up: Collection[int] = (),
+) -> Report | None:
+    """The verdict on a run that makes no progress; None if no rank that is still there can be blamed."""
+    rank = behind(seen, stack, gave_up)
+    if rank is None:
+        return None
+    culprit = seen[rank]
     waiting: dict[str, list[int]] = {}
     for b in seen.values():
-        if b.rank != culprit.rank and b.phase != "done":
+        if b.rank != rank and b.phase != "done":
             where = b.what if b.step == culprit.step else f"{b.what} of step {b.step}"
             waiting.setdefault(where, []).append(b.rank)
     others = "; ".join(
@@ -260,9 +276,7 @@ def hang(
     )
     limit = f"run.timeouts.{culprit.phase} is {limits[culprit.phase]:g} s"
     text = f"no progress for {now - culprit.at:.0f} s ({limit})"
-    return Report(
-        culprit.rank, now, "hang", f"{text}; {others}" if others else text, stack.get(culprit.rank, "")
-    )
+    return Report(rank, now, "hang", f"{text}; {others}" if others else text, stack.get(rank, ""))
 
 
 # ----------------------------------------------------------------------------------------------- what is told
@@ -294,10 +308,7 @@ def write_errors(
     parts = [line, cause.trace]
     parts += [
         "ranks",
-        *(
-            f"  rank {b.rank}: step {b.step}, {b.what}, last seen {now - b.at:.1f} s ago"
-            for b in seen.values()
-        ),
+        *(f"  rank {b.rank}: step {b.step}, {b.what}, last seen {now - b.at:.1f} s ago" for b in seen.values()),
         "",
     ]
     for r in found:

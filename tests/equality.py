@@ -94,7 +94,14 @@ def draw_case(triple: Triple, choose: Choose, precision: str = "fp64", width: in
     layers = sum(per_stage) if pp > 1 else choose("layers", (1, 2))
     dropout = choose("dropout", (0.0, 0.2)) if family != "llama" else 0.0
     vocab = choose("vocab", (61, 64))
-    model: dict[str, Any] = {"family": family, "layers": layers, "embed": width, "heads": 4, "vocab": vocab, "mlp": width + 8}
+    model: dict[str, Any] = {
+        "family": family,
+        "layers": layers,
+        "embed": width,
+        "heads": 4,
+        "vocab": vocab,
+        "mlp": width + 8,
+    }
     if family == "llama":
         model |= {"kv_heads": kv_heads, "tied": choose("tied", (False, True))}
     else:
@@ -223,7 +230,11 @@ def one_device(case: Case, made: plan.Plan, batches: list[dict[str, Tensor]], dt
 
 
 def on_ranks(
-    case: Case, made: plan.Plan, batches: list[dict[str, Tensor]], program: Program | None = None, calls: Calls | None = None
+    case: Case,
+    made: plan.Plan,
+    batches: list[dict[str, Tensor]],
+    program: Program | None = None,
+    calls: Calls | None = None,
 ) -> verify.Trained:
     """The same steps on simulated ranks."""
     counts = [made.job.module.counts(made.job.config, b) for b in batches]
@@ -239,7 +250,10 @@ def worst_error(one: OneDevice, many: verify.Trained) -> tuple[float, str]:
             (abs(report.loss - one.losses[i]), f"loss of step {i + 1}"),
             (abs(report.norm - one.norms[i]), f"norm of step {i + 1}"),
         ]
-        for what, ours, theirs in (("gradient", many.grads[i], one.grads[i]), ("parameter", many.params[i], one.params[i])):
+        for what, ours, theirs in (
+            ("gradient", many.grads[i], one.grads[i]),
+            ("parameter", many.params[i], one.params[i]),
+        ):
             assert ours.keys() == theirs.keys()
             errors += [(float((ours[k] - theirs[k]).abs().max()), f"{what} {k} of step {i + 1}") for k in theirs]
     return max(errors, key=lambda e: e[0] if e[0] == e[0] else float("inf"))

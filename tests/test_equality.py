@@ -52,7 +52,10 @@ def test_coverage(capsys: pytest.CaptureFixture[str]) -> None:
         for dim_product, schedule in product(products, schedules):
             n = Counter(f for s, sc, f in TRIPLES if tuple(d for d, _ in s) == dim_product and sc == schedule)
             if n:
-                print(f"  {' x '.join(dim_product):16} {schedule:12} " + " ".join(f"{f} {n[f]}" for f in equality.FAMILIES))
+                print(
+                    f"  {' x '.join(dim_product):16} {schedule:12} "
+                    + " ".join(f"{f} {n[f]}" for f in equality.FAMILIES)
+                )
     assert len(TRIPLES) >= 145
     for counter in (schedules, families, dims):
         assert min(counter.values()) >= 10, counter

@@ -18,11 +18,35 @@ MODELS = {
 }
 # mesh, params, compute, optimizer and grads, pipeline, family, compiled
 LAYOUTS = {
-    "tp": ("tp: {size: 2}", f"{HEADS}, kv_heads: tp", f"{HEADS}, kv_heads: tp, res_seq: tp", "", "1f1b", "llama", True),
-    "zero-2": ("dp: {size: 2}", "", "batch: dp", "optimizer: {embed: dp}, grads: {embed: dp}", "1f1b", "gpt2", False),
+    "tp": (
+        "tp: {size: 2}",
+        f"{HEADS}, kv_heads: tp",
+        f"{HEADS}, kv_heads: tp, res_seq: tp",
+        "",
+        "1f1b",
+        "llama",
+        True,
+    ),
+    "zero-2": (
+        "dp: {size: 2}",
+        "",
+        "batch: dp",
+        "optimizer: {embed: dp}, grads: {embed: dp}",
+        "1f1b",
+        "gpt2",
+        False,
+    ),
     "fsdp": ("fsdp: {size: 2}", "embed: fsdp", "batch: fsdp", "", "gpipe", "bert", False),
     "gpipe": ("pp: {size: 2}", "layers: pp", "layers: pp", "", "gpipe", "gpt2", False),
-    "interleaved": ("pp: {size: 2}", "layers: pp", "layers: pp", "", "interleaved, chunks: 2", "llama", False),
+    "interleaved": (
+        "pp: {size: 2}",
+        "layers: pp",
+        "layers: pp",
+        "",
+        "interleaved, chunks: 2",
+        "llama",
+        False,
+    ),
     "zero-bubble": ("pp: {size: 2}", "layers: pp", "layers: pp", "", "zero-bubble", "bert", False),
     "1f1b x tp": (
         "pp: {size: 2}, tp: {size: 2}",

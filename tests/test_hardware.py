@@ -11,16 +11,12 @@ def test_rates(text, value):
     assert parse_rate(text) == value
 
 
-@pytest.mark.parametrize(
-    ("text", "value"), [("60GiB", 60 * 2**30), ("80GB", 80 * 10**9), ("1.5kB", 1500), ("7 B", 7)]
-)
+@pytest.mark.parametrize(("text", "value"), [("60GiB", 60 * 2**30), ("80GB", 80 * 10**9), ("1.5kB", 1500), ("7 B", 7)])
 def test_sizes(text, value):
     assert parse_size(text) == value
 
 
-@pytest.mark.parametrize(
-    "text", ["450", "450GB", "450Gb/s", "fast", "-1GB/s", "0GB/s", "1 000GB/s", 450, None, "GB/s"]
-)
+@pytest.mark.parametrize("text", ["450", "450GB", "450Gb/s", "fast", "-1GB/s", "0GB/s", "1 000GB/s", 450, None, "GB/s"])
 def test_bad_rates_say_what_is_allowed(text):
     with pytest.raises(ValueError, match=r"450GB/s|one of B, "):
         parse_rate(text)

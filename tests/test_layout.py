@@ -549,9 +549,7 @@ def test_numbers_are_yaml_1_2():
 
 
 def test_overrides():
-    x = loads(
-        BASE, "x.yaml", ["run.steps=20", "optim.lr=1e-4", "optim.clip=null", "data.validation.fraction=0.1"]
-    )
+    x = loads(BASE, "x.yaml", ["run.steps=20", "optim.lr=1e-4", "optim.clip=null", "data.validation.fraction=0.1"])
     assert (x.run.steps, x.optim.lr, x.optim.clip, x.data.validation.fraction) == (20, 1e-4, None, 0.1)
     assert loads(BASE, "x.yaml", ["kernels.attention=math"]).kernels.attention == "math"  # a new section
     assert loads(BASE, "x.yaml", ["shard.compute.res_seq=[]"]).shard.compute["res_seq"] == ()
@@ -644,9 +642,7 @@ def test_groups_follow_the_mesh_order():
     mesh = Mesh(tuple((dim, d.size) for dim, d in x.mesh.items()))
     for dim in x.mesh:
         assert layout.groups(x, dim) == all_groups(mesh, dim)
-    assert [layout.coords(x, r) for r in range(8)] == [
-        {d: mesh.coordinates(r)[d] for d in x.mesh} for r in range(8)
-    ]
+    assert [layout.coords(x, r) for r in range(8)] == [{d: mesh.coordinates(r)[d] for d in x.mesh} for r in range(8)]
 
 
 def test_links_are_inferred_from_the_order():
@@ -753,9 +749,7 @@ def test_legal_tp_degrees_are_listed():
 def test_a_sequence_that_tp_does_not_divide():
     """B09."""
     assert "32 or 34" in fault(edit(("seq: 32", "seq: 33")))
-    assert (
-        loads(edit(("seq: 32", "seq: 33"), ("res_seq: tp, ", ""))).data.seq == 33
-    )  # without res_seq nothing cuts it
+    assert loads(edit(("seq: 32", "seq: 33"), ("res_seq: tp, ", ""))).data.seq == 33  # without res_seq nothing cuts it
 
 
 def test_batches_are_never_truncated():
@@ -818,9 +812,7 @@ data: {seq: 8, batch: 8}
 run: {steps: 1}
 """
     message = fault(text)
-    assert message.startswith(
-        "x.yaml:7: shard.grads.embed: dp; embed/table is cut by embed: fsdp, embed: dp at rest"
-    )
+    assert message.startswith("x.yaml:7: shard.grads.embed: dp; embed/table is cut by embed: fsdp, embed: dp at rest")
     for grads in ("{embed: fsdp}", "{embed: [fsdp, dp]}", "{}"):
         loads(text.replace("grads: {embed: dp}", f"grads: {grads}"))
 
@@ -904,9 +896,7 @@ def test_the_reference_tells_types_and_defaults():
     assert checked > 30
 
 
-WORDS = [
-    row for row in reference() if re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*(, [a-z0-9-]+)+(, null)?", row[4])
-]
+WORDS = [row for row in reference() if re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*(, [a-z0-9-]+)+(, null)?", row[4])]
 
 
 @pytest.mark.parametrize("row", WORDS, ids=lambda row: row[0])

@@ -61,10 +61,7 @@ def noisy(module: ModuleType, cfg: Any, dtype: torch.dtype = torch.float32) -> d
     """Parameters with every norm and bias away from its initial one or zero, so that none can go missing."""
     g = torch.Generator().manual_seed(1)
     params = reference.init(module, cfg, dtype=torch.float64)
-    return {
-        n: (t + 0.1 * torch.randn(t.shape, generator=g, dtype=torch.float64)).to(dtype)
-        for n, t in params.items()
-    }
+    return {n: (t + 0.1 * torch.randn(t.shape, generator=g, dtype=torch.float64)).to(dtype) for n, t in params.items()}
 
 
 # --- equal to Hugging Face's ---
@@ -73,9 +70,7 @@ def noisy(module: ModuleType, cfg: Any, dtype: torch.dtype = torch.float32) -> d
 def hugging_face(cls: str, config: dict[str, Any], state: dict[str, Tensor]) -> Any:
     """A transformers model in evaluation mode holding `state`, every tensor of which must be used."""
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", category=DeprecationWarning, module=r"transformers|torch\.jit|importlib"
-        )
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"transformers|torch\.jit|importlib")
         import transformers
 
         model = getattr(transformers, cls)(getattr(transformers, config.pop("config"))(**config)).eval()
@@ -382,9 +377,7 @@ def test_microbatches_with_global_counts_add_up_to_the_batch(name: str) -> None:
     loss, grads = reference.loss_and_grads(module, cfg, params, batch, seed=3, step=5)
     counts = module.counts(cfg, batch)
     parts = [
-        reference.loss_and_grads(
-            module, cfg, params, {n: t[i : i + 1] for n, t in batch.items()}, 3, 5, counts
-        )
+        reference.loss_and_grads(module, cfg, params, {n: t[i : i + 1] for n, t in batch.items()}, 3, 5, counts)
         for i in range(4)
     ]
     torch.testing.assert_close(sum(p[0] for p in parts), loss)
@@ -402,8 +395,7 @@ def test_gradients_equal_finite_differences(name: str) -> None:
     _, grads = reference.loss_and_grads(module, cfg, params, batch)
     slope = sum(float((grads[n] * way[n]).sum()) for n in params)
     ahead, behind = (
-        float(reference.loss(module, cfg, {n: t + h * way[n] for n, t in params.items()}, batch))
-        for h in (1e-5, -1e-5)
+        float(reference.loss(module, cfg, {n: t + h * way[n] for n, t in params.items()}, batch)) for h in (1e-5, -1e-5)
     )
     assert slope == pytest.approx((ahead - behind) / 2e-5, rel=1e-5)
 
@@ -450,9 +442,7 @@ def test_ten_steps_of_adamw_learn_a_batch(name: str) -> None:
     moments, losses = None, []
     for step in range(1, 11):
         loss, grads = reference.loss_and_grads(module, cfg, params, batch, step=step)
-        params, moments = reference.adamw(
-            params, grads, moments, decayed, step, lr=1e-2, weight_decay=0.1, clip=1.0
-        )
+        params, moments = reference.adamw(params, grads, moments, decayed, step, lr=1e-2, weight_decay=0.1, clip=1.0)
         losses.append(float(loss))
     assert losses[-1] < losses[0] - 0.5
 
@@ -542,9 +532,7 @@ def test_the_llama_block_places_activations_four_times_and_the_example_twice() -
 
         p = reference.segments(module, cfg, reference.init(module, cfg))[1]
         on = dataclasses.replace(ALONE, constrain=constrain)
-        module.block(
-            cfg, p, torch.zeros(2, 8, cfg.embed), batch_of(module, cfg, seq=8), reference.key(0, 0, 1), on
-        )
+        module.block(cfg, p, torch.zeros(2, 8, cfg.embed), batch_of(module, cfg, seq=8), reference.key(0, 0, 1), on)
         assert asked == ["batch seq embed", "batch res_seq embed"] * (want // 2)
 
 

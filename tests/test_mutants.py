@@ -104,7 +104,9 @@ def dropout_by_microbatch(patch: Patch) -> None:
     def dropout(here: Here, x: Tensor, axes: str, sample_B: Tensor, *args: Any, **more: Any) -> Tensor:
         return right(here, x, axes, torch.arange(sample_B.shape[0]), *args, **more)
 
-    def keyword(here: Here, x: Tensor, axes: str = "", sample_B: Tensor | None = None, *args: Any, **more: Any) -> Tensor:
+    def keyword(
+        here: Here, x: Tensor, axes: str = "", sample_B: Tensor | None = None, *args: Any, **more: Any
+    ) -> Tensor:
         assert sample_B is not None
         return dropout(here, x, axes, sample_B, *args, **more)
 

@@ -25,9 +25,7 @@ def key(seed: int = 0, step: int = 0, layer: int = 0) -> rng.Key:
     return rng.Key(*(torch.tensor(n) for n in (seed, step, layer)))
 
 
-def qkv(
-    dtype: torch.dtype, heads: int = 4, kv_heads: int = 2, seq: int = 7, head_dim: int = 8
-) -> tuple[Tensor, ...]:
+def qkv(dtype: torch.dtype, heads: int = 4, kv_heads: int = 2, seq: int = 7, head_dim: int = 8) -> tuple[Tensor, ...]:
     g = torch.Generator().manual_seed(0)
     shapes = [(2, seq, n, head_dim) for n in (heads, kv_heads, kv_heads)]
     return tuple(torch.randn(s, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes)
@@ -70,9 +68,7 @@ def test_attention_and_its_gradients_equal_the_definition(
 ) -> None:
     causal, valid = MASKS[mask]
     inputs = qkv(dtype, kv_heads=kv_heads)
-    got = with_grads(
-        lambda q, k, v: ops.attention(q, k, v, causal=causal, kernel=kernel, valid_BT=valid), *inputs
-    )
+    got = with_grads(lambda q, k, v: ops.attention(q, k, v, causal=causal, kernel=kernel, valid_BT=valid), *inputs)
     exact = [t.detach().double().requires_grad_() for t in inputs]
     want = with_grads(lambda q, k, v: plain_attention(q, k, v, causal, valid), *exact)
     for a, b in zip(got, want, strict=True):
@@ -266,9 +262,7 @@ def test_rotary_refusals() -> None:
 
 def test_rotary_tables_are_fp32_for_every_smaller_dtype() -> None:
     at = torch.tensor([0, 31, 131071])
-    exact = torch.tensor(
-        [[p * 5e5 ** (-2 * i / 8) for i in range(4)] for p in at.tolist()], dtype=torch.float64
-    )
+    exact = torch.tensor([[p * 5e5 ** (-2 * i / 8) for i in range(4)] for p in at.tolist()], dtype=torch.float64)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         cos, sin = ops.rope_tables(at, 8, 5e5, None, dtype)
         assert cos.dtype == sin.dtype == torch.float32
@@ -414,9 +408,7 @@ def test_dropout_masks_repeat_and_differ_where_they_should() -> None:
     for other in (key(seed=1), key(step=1), key(layer=1)):
         assert not torch.equal(base, drop(x, sample, other))
     assert not torch.equal(base, drop(x, sample, key(), site="b"))
-    assert (
-        len({tuple(row.tolist()) for row in (base != 0).view(32, 64)}) == 32
-    )  # samples and positions differ
+    assert len({tuple(row.tolist()) for row in (base != 0).view(32, 64)}) == 32  # samples and positions differ
 
 
 def test_a_dropout_mask_does_not_depend_on_how_the_tensor_is_cut() -> None:
@@ -463,9 +455,7 @@ def test_attention_dropout_differs_between_heads_and_follows_the_head_when_heads
         return ops.attention(q, k, v, causal=True, kernel="math", drop=drop)
 
     whole = attend(q, k, v, 0)
-    parts = torch.cat(
-        [attend(q[:, :, i : i + 2], k[:, :, i : i + 2], v[:, :, i : i + 2], i) for i in (0, 2)], 2
-    )
+    parts = torch.cat([attend(q[:, :, i : i + 2], k[:, :, i : i + 2], v[:, :, i : i + 2], i) for i in (0, 2)], 2)
     torch.testing.assert_close(whole, parts, rtol=1e-12, atol=1e-12)
     same = [t[:, :, :1].expand(-1, -1, 4, -1) for t in (q, k, v)]
     out = attend(*same, 0)

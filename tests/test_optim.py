@@ -21,9 +21,7 @@ from dtrain.optim import (
 ONE, NO = torch.tensor(1.0), torch.tensor(False)
 
 
-def textbook(
-    cfg: Adamw, p: Tensor, g: Tensor, m: Tensor, v: Tensor, t: int, lr: float, decay: bool
-) -> Tensor:
+def textbook(cfg: Adamw, p: Tensor, g: Tensor, m: Tensor, v: Tensor, t: int, lr: float, decay: bool) -> Tensor:
     """Loshchilov & Hutter 2019, algorithm 2; m and v in place."""
     m.mul_(cfg.beta1).add_((1 - cfg.beta1) * g)
     v.mul_(cfg.beta2).add_((1 - cfg.beta2) * g * g)

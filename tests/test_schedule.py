@@ -212,9 +212,7 @@ def test_lists_of_one_process_written_out():
 
 
 def test_a_pipeline_written_out():
-    lists = actions(
-        compute_order("1f1b", 2, 1, 1), [range(2), range(2, 4)], [0, 1], keep="use", gathered={1, 2}
-    )
+    lists = actions(compute_order("1f1b", 2, 1, 1), [range(2), range(2, 4)], [0, 1], keep="use", gathered={1, 2})
     assert text(lists[0]) == (
         "UNSHARD(0) F(0, 0) UNSHARD(1) F(1, 0) FREE(1) SEND act(1, 0) to 1 "
         "RECV grad(1, 0) from 1 UNSHARD(1) B(1, 0) FREE(1) REDUCE(1) B(0, 0) REDUCE(0) UPDATE"
@@ -228,8 +226,7 @@ def test_a_pipeline_written_out():
 def test_evaluation_lists():
     lists = forward_only([range(2), range(2, 3)], [0, 1], 2, keep="step", gathered={1})
     assert text(lists[0]) == (
-        "UNSHARD(0) F(0, 0) UNSHARD(1) F(1, 0) SEND act(1, 0) to 1 "
-        "F(0, 1) F(1, 1) FREE(1) SEND act(1, 1) to 1"
+        "UNSHARD(0) F(0, 0) UNSHARD(1) F(1, 0) SEND act(1, 0) to 1 F(0, 1) F(1, 1) FREE(1) SEND act(1, 1) to 1"
     )
     assert text(lists[1]) == ("RECV act(1, 0) from 0 UNSHARD(2) F(2, 0) RECV act(1, 1) from 0 F(2, 1)")
 

@@ -62,7 +62,12 @@ def tiny(name: str, microbatch: int = 1, vocab: int = 256, tied: bool = False, p
 
 @functools.cache
 def ran(
-    name: str, labels: str = "all", microbatch: int = 1, vocab: int = 256, tied: bool = False, clip: float | None = 1.0
+    name: str,
+    labels: str = "all",
+    microbatch: int = 1,
+    vocab: int = 256,
+    tied: bool = False,
+    clip: float | None = 1.0,
 ) -> Ran:
     """Five steps of the tiny model under a layout, on simulated ranks."""
     made = tiny(name, microbatch, vocab, tied)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,11 @@ from dtrain import layout, plan
 from dtrain.program import passes
 from dtrain.program.lower import Graph, Program, Segment, lower
 
+DROPOUT = "dropout: 0.1, attention_dropout: 0.1"
 MODELS: Mapping[str, str] = {
     "llama": "family: llama, layers: 2, embed: 16, heads: 4, kv_heads: 2, mlp: 24, vocab: 61",
-    "gpt2": "family: gpt2, layers: 2, embed: 16, heads: 4, vocab: 61, positions: 12, dropout: 0.1, attention_dropout: 0.1",
-    "bert": "family: bert, layers: 2, embed: 16, heads: 4, vocab: 61, positions: 12, dropout: 0.1, attention_dropout: 0.1",
+    "gpt2": "family: gpt2, layers: 2, embed: 16, heads: 4, vocab: 61, positions: 12, " + DROPOUT,
+    "bert": "family: bert, layers: 2, embed: 16, heads: 4, vocab: 61, positions: 12, " + DROPOUT,
     "my_model": "file: my_model.py, layers: 2, embed: 16, heads: 4, kv_heads: 2, mlp: 24, vocab: 61",
 }
 LAYOUTS = Path(__file__).parent.parent / "layouts"
@@ -67,8 +68,6 @@ def ledger(graph: Graph) -> list[tuple[str, str, tuple[int, ...]]]:
 
 def counts(segment: Segment, *graphs: str) -> dict[str, int]:
     """How often each collective occurs: `{"all_reduce tp": 2}`."""
-    return dict(Counter(f"{op} {group}" for g in graphs if g in segment.graphs for op, group, _ in ledger(segment.graphs[g])))
-
-
-def blocks(names: Iterable[str] = ("llama", "gpt2", "bert")) -> tuple[str, ...]:
-    return tuple(names)
+    return dict(
+        Counter(f"{op} {group}" for g in graphs if g in segment.graphs for op, group, _ in ledger(segment.graphs[g]))
+    )

@@ -4,8 +4,8 @@ folder     which steps a folder holds, and how one appears only when complete
 tensors    a rank's shards as pieces of global, unpadded tensors, through torch.distributed.checkpoint
 """
 
-from dtrain.checkpoint.folder import CheckpointError, Record, compare, find, latest, read, save, steps
-from dtrain.checkpoint.tensors import Piece, pieces, restore
+from dtrain.checkpoint.folder import Record, compare, find, latest, read, save, steps
+from dtrain.checkpoint.tensors import CheckpointError, Piece, pieces, restore
 
 __all__ = [
     "CheckpointError",

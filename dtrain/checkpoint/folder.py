@@ -78,7 +78,8 @@ def read(path: Path) -> Record:
 def compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
     """Two layouts as nested dicts -> what forbids going on, and what merely changes: key -> `old -> new`."""
     old, new = _flat(saved), _flat(now)
-    forbidden, changed = {}, {}
+    forbidden: dict[str, str] = {}
+    changed: dict[str, str] = {}
     for key in sorted({**old, **new}):
         was, is_ = old.get(key), new.get(key)
         if was != is_:

@@ -6,6 +6,7 @@ once. A tied parameter is stored under the name that it is tied to.
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,8 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -32,6 +35,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from dtrain import storage
 from dtrain.program.interpret import Place, owned
@@ -84,14 +89,20 @@ def names(program: Program, scaled: bool) -> set[str]:
 
 def write(path: Path, mine: Mapping[str, Piece], group: Any, world: int) -> None:
     """Write the pieces of all ranks of `group` into a folder. Raises CheckpointError on every rank."""
-    writer = dcp.FileSystemWriter(path)
+    writer = FileSystemWriter(path)
     with _in_one_line(f"{path} cannot be written"):
-        dcp.save(dict(mine), storage_writer=writer, planner=_Writing(False, False), process_group=group, no_dist=world == 1)
+        save(
+            dict(mine),
+            storage_writer=writer,
+            planner=_Writing(False, False),
+            process_group=group,
+            no_dist=world == 1,
+        )
 
 
 def restore(path: Path, mine: Mapping[str, Piece], wanted: set[str], group: Any, world: int) -> None:
     """Fill the pieces of this rank. `wanted` are the tensors that the folder must hold, no more and no less."""
-    reader = dcp.FileSystemReader(path)
+    reader = FileSystemReader(path)
     with _in_one_line(f"{path} cannot be read"):
         found = reader.read_metadata().state_dict_metadata
         missing, surplus = sorted(wanted - found.keys()), sorted(found.keys() - wanted)
@@ -102,7 +113,13 @@ def restore(path: Path, mine: Mapping[str, Piece], wanted: set[str], group: Any,
             have = found[name]
             if not isinstance(have, TensorStorageMetadata) or tuple(have.size) != piece.shape:
                 raise CheckpointError(f"{path}: {name} has shape {tuple(getattr(have, 'size', ()))}, not {piece.shape}")
-        dcp.load(dict(mine), storage_reader=reader, planner=_Reading(False, False), process_group=group, no_dist=world == 1)
+        load(
+            dict(mine),
+            storage_reader=reader,
+            planner=_Reading(False, False),
+            process_group=group,
+            no_dist=world == 1,
+        )
 
 
 @contextmanager
@@ -112,10 +129,10 @@ def _in_one_line(what: str) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
             yield
-    except dcp.api.CheckpointException as error:
+    except CheckpointException as error:
         rank, cause = next(((f"rank {r}: ", wrapped[0]) for r, wrapped in error.failures.items()), ("", error))
         raise CheckpointError(f"{what}: {rank}{_reason(cause)}") from error
-    except OSError as error:
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{what}: {_reason(error)}") from error
 
 
@@ -128,7 +145,7 @@ def _chunk(piece: Piece) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape)
 
 
-class _Writing(dcp.DefaultSavePlanner):
+class _Writing(DefaultSavePlanner):
     """DCP's extension point for state that is not its own kinds of tensors."""
 
     def create_local_plan(self) -> SavePlan:
@@ -152,7 +169,7 @@ class _Writing(dcp.DefaultSavePlanner):
         return piece.tensor
 
 
-class _Reading(dcp.DefaultLoadPlanner):
+class _Reading(DefaultLoadPlanner):
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
@@ -173,7 +190,7 @@ class _Reading(dcp.DefaultLoadPlanner):
 
 def files(path: Path) -> set[str]:
     """The data files that a folder's metadata speaks of."""
-    metadata = dcp.FileSystemReader(path).read_metadata()
+    metadata = FileSystemReader(path).read_metadata()
     return {info.relative_path for info in (metadata.storage_data or {}).values()}
 
 

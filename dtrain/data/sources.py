@@ -105,9 +105,7 @@ def open_source(cfg: DataConfig) -> Source:
     masked = cfg.objective == "masked"
     shortest = 5 if masked else 1
     if cfg.seq < shortest:
-        raise DataError(
-            f"data.seq: {cfg.seq} is too short for a {cfg.objective} model; use at least {shortest}"
-        )
+        raise DataError(f"data.seq: {cfg.seq} is too short for a {cfg.objective} model; use at least {shortest}")
     if cfg.source == "synthetic":
         specials = cfg.vocab - len(SPECIALS) if masked else cfg.vocab
         if specials < 1:

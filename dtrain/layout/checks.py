@@ -64,9 +64,7 @@ def check_run(layout: Layout) -> None:
             f"{show(data.path)}; source {data.source} reads no files; use source: text or jsonl",
         )
     if kernel == "flash" and run.precision in ("fp32", "fp64") and layout.cluster.gpu != "cpu":
-        fail(
-            layout, "kernels.attention", f"flash; runs in bf16 or fp16, not {run.precision}; use auto or math"
-        )
+        fail(layout, "kernels.attention", f"flash; runs in bf16 or fp16, not {run.precision}; use auto or math")
 
 
 def check_pipeline(layout: Layout, cfg: Any) -> None:
@@ -148,9 +146,7 @@ def check_sizes(layout: Layout, tree: ParamTree) -> None:
             f"{data.seq}; must be divisible by {_degree(layout, cut)}; use {listed(nearby, ' or ')}",
         )
     if "positions" in length and data.seq > length["positions"]:
-        fail(
-            layout, "data.seq", f"{data.seq}; the model has {length['positions']} positions; use at most that"
-        )
+        fail(layout, "data.seq", f"{data.seq}; the model has {length['positions']} positions; use at most that")
 
     replicas = data_parallel(layout)
     unit = replicas * data.microbatch
@@ -213,16 +209,12 @@ def check_place(layout: Layout) -> list[str]:
             )
     for path in data.path:
         if not glob.glob(path, recursive=True):
-            found.append(
-                f"{at(layout, 'data.path')}: data.path: {path!r}; matches no file from {os.getcwd()}"
-            )
+            found.append(f"{at(layout, 'data.path')}: data.path: {path!r}; matches no file from {os.getcwd()}")
     folder = Path(layout.run.folder or ".").absolute()
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        found.append(
-            f"{at(layout, 'run.folder')}: run.folder: {layout.run.folder!r}; {folder} cannot be written to"
-        )
+        found.append(f"{at(layout, 'run.folder')}: run.folder: {layout.run.folder!r}; {folder} cannot be written to")
     else:
         need, free = _checkpoint_bytes(layout), shutil.disk_usage(folder).free
         if need > free:
@@ -239,9 +231,6 @@ def _checkpoint_bytes(layout: Layout) -> int:
     tree = module.params(cfg)
     times = {"block": cfg.layers}
     count: int = sum(
-        math.prod(p.shape) * times.get(s, 1)
-        for s, params in tree.items()
-        for p in params.values()
-        if not p.tied_to
+        math.prod(p.shape) * times.get(s, 1) for s, params in tree.items() for p in params.values() if not p.tied_to
     )
     return count * 3 * (8 if layout.run.precision == "fp64" else 4)

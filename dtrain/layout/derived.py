@@ -70,12 +70,7 @@ def _blame(layout: Layout, error: models.ModelError) -> NoReturn:
 
 def lengths(tree: ParamTree) -> dict[str, int]:
     """The length of every axis that the parameters have."""
-    return {
-        a: n
-        for params in tree.values()
-        for p in params.values()
-        for a, n in zip(p.axes, p.shape, strict=True)
-    }
+    return {a: n for params in tree.values() for p in params.values() for a, n in zip(p.axes, p.shape, strict=True)}
 
 
 def data_parallel(layout: Layout) -> int:

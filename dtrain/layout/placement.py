@@ -37,18 +37,14 @@ def _local(cluster: Cluster) -> tuple[str, int]:
 
 def _reach(cluster: Cluster, link: str) -> int:
     """How many neighbouring ranks a link joins; 0 means all."""
-    return {"ib": 0, "nvlink": cluster.nvlink_domain or cluster.gpus_per_node}.get(
-        link, cluster.gpus_per_node
-    )
+    return {"ib": 0, "nvlink": cluster.nvlink_domain or cluster.gpus_per_node}.get(link, cluster.gpus_per_node)
 
 
 def _fits(block: int, reach: int) -> bool:
     return reach == 0 or reach % block == 0
 
 
-def resolve_links(
-    cluster: Cluster, mesh: Mapping[str, MeshDim], order: Iterable[str]
-) -> dict[str, tuple[str, ...]]:
+def resolve_links(cluster: Cluster, mesh: Mapping[str, MeshDim], order: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Each dim's links, as written or as its place in the order implies."""
     out: dict[str, tuple[str, ...]] = {}
     fast, reach = _local(cluster)
@@ -74,9 +70,7 @@ def _steps(layout: Layout, order: Iterable[str], written: Mapping[str, MeshDim])
 def link_rate(layout: Layout, link: str) -> float:
     """Bytes/s of a link for one GPU, one direction, when all GPUs of a node use it at once."""
     known = layout.cluster.links[link]
-    return (
-        known.rate if known.per_node is None else known.rate * known.per_node / layout.cluster.gpus_per_node
-    )
+    return known.rate if known.per_node is None else known.rate * known.per_node / layout.cluster.gpus_per_node
 
 
 def _misplaced(layout: Layout, steps: list[_Step]) -> tuple[str, str, str] | None:
@@ -96,9 +90,7 @@ def _misplaced(layout: Layout, steps: list[_Step]) -> tuple[str, str, str] | Non
             continue
         if len(links) == 2:
             near = _reach(cluster, links[0])
-            if "spans-two-levels" not in allow and (
-                _fits(step.block, near) or (near and step.inside >= near)
-            ):
+            if "spans-two-levels" not in allow and (_fits(step.block, near) or (near and step.inside >= near)):
                 at_once = links[0] if _fits(step.block, near) else links[1]
                 return dim, "spans-two-levels", f"{packed} runs over {at_once} alone; name that one link"
             continue
@@ -161,16 +153,13 @@ def check_mesh(layout: Layout) -> None:
                     f"{link}; the cluster's links are {have}; add it to cluster.links",
                 )
     written = {
-        d: m if f"mesh.{d}.link" in layout._where else m.model_copy(update={"link": None})
-        for d, m in mesh.items()
+        d: m if f"mesh.{d}.link" in layout._where else m.model_copy(update={"link": None}) for d, m in mesh.items()
     }
     problem = _misplaced(layout, _steps(layout, list(mesh), written))
     if problem is None:
         return
     dim, check, message = problem
-    orders = (
-        o for o in itertools.permutations(mesh) if _misplaced(layout, _steps(layout, o, written)) is None
-    )
+    orders = (o for o in itertools.permutations(mesh) if _misplaced(layout, _steps(layout, o, written)) is None)
     order = next(orders, None)
     if order is not None:
         remedy = f"this order works, outermost first: {', '.join(order)}"
@@ -178,9 +167,7 @@ def check_mesh(layout: Layout) -> None:
         reach = max(_local(cluster)[1], cluster.gpus_per_node)
         remedy = f"tp may be {listed(divisors(reach))}"
     else:
-        remedy = (
-            "write link: ib" if check == "link-leaves-domain" else "no order of these sizes and links works"
-        )
+        remedy = "write link: ib" if check == "link-leaves-domain" else "no order of these sizes and links works"
     if check == "spans-two-levels" and order is None:  # the message says which links to write
         fail(layout, f"mesh.{dim}", f"{message}; or write allow: [{check}]")
     fail(layout, f"mesh.{dim}", f"{message}; {remedy}; or write allow: [{check}]")

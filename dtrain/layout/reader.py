@@ -69,9 +69,7 @@ def override(data: dict[str, Any], where: Where, text: str) -> None:
             where[".".join(keys[: depth + 1])] = spot
         if not isinstance(here[key], dict):
             section = ".".join(keys[: depth + 1])
-            raise LayoutError(
-                f"{spot}: {section}: {show(here[key])} at {place(where, section)} has no keys inside it"
-            )
+            raise LayoutError(f"{spot}: {section}: {show(here[key])} at {place(where, section)} has no keys inside it")
         here = here[key]
     full = ".".join(keys)
     for old in [k for k in where if k == full or k.startswith(full + ".")]:
@@ -85,9 +83,7 @@ def _load(text: str, spot: Any) -> Any:
         return YAML(typ="rt").load(text)
     except DuplicateKeyError as error:
         key = str(error.problem).partition('"')[2].partition('"')[0]
-        raise LayoutError(
-            f"{spot(_line(error))}: {key}: this key is repeated in its section; keep one"
-        ) from None
+        raise LayoutError(f"{spot(_line(error))}: {key}: this key is repeated in its section; keep one") from None
     except MarkedYAMLError as error:
         line = _line(error)
         if "\\t" in str(error.problem):
@@ -127,6 +123,4 @@ def _plain(node: Any, path: str, where: Where, spot: Any) -> Any:
     for kind in (int, float, str):
         if isinstance(node, kind):
             return kind(node)
-    raise LayoutError(
-        f"{place(where, path)}: {path}: {node}; must be plain text, a number, a list or a mapping"
-    )
+    raise LayoutError(f"{place(where, path)}: {path}: {node}; must be plain text, a number, a list or a mapping")

@@ -153,12 +153,7 @@ def check_grads(layout: Layout, tree: ParamTree) -> None:
                 for rules in (shard.params, shard.optimizer)
                 for axis in p.axes
             ]
-            wanted = {
-                (a, d)
-                for a in p.axes
-                for d in (shard.grads or {}).get(a, ())
-                if d in _STORAGE and sizes[d] > 1
-            }
+            wanted = {(a, d) for a in p.axes for d in (shard.grads or {}).get(a, ()) if d in _STORAGE and sizes[d] > 1}
             for step in [step for step in steps if step]:
                 if step <= wanted:
                     wanted -= step

@@ -215,9 +215,7 @@ class Layout(Section):
     data: Data
     run: Run
     kernels: Kernels = Kernels()
-    allow: Annotated[
-        tuple[Annotated[str, AfterValidator(_known(CHECKS))], ...], BeforeValidator(_one_or_many)
-    ] = ()
+    allow: Annotated[tuple[Annotated[str, AfterValidator(_known(CHECKS))], ...], BeforeValidator(_one_or_many)] = ()
     _where: Where = PrivateAttr(default_factory=lambda: {"": "layout"})
     _folder: str = PrivateAttr(default="")
 

@@ -59,9 +59,7 @@ def load(family: str) -> ModuleType:
 def load_file(path: Path) -> ModuleType:
     """A user's model file as a module. Raises ModelError if it is missing, broken or lacks a part."""
     if not path.is_file():
-        raise ModelError(
-            f"model file {str(path)!r} does not exist; the path is taken from the layout's folder", "file"
-        )
+        raise ModelError(f"model file {str(path)!r} does not exist; the path is taken from the layout's folder", "file")
     # The content is part of the name: the same file is one module, an edited one a new module.
     name = f"dtrain_model_{path.stem}_{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
     module = sys.modules.get(name)
@@ -75,9 +73,7 @@ def load_file(path: Path) -> ModuleType:
             spec.loader.exec_module(module)
         except Exception as e:
             del sys.modules[name]
-            raise ModelError(
-                f"model file {str(path)!r} fails to import: {type(e).__name__}: {e}", "file"
-            ) from e
+            raise ModelError(f"model file {str(path)!r} fails to import: {type(e).__name__}: {e}", "file") from e
     missing = [part for part in _PARTS if not hasattr(module, part)]
     if missing:
         raise ModelError(
@@ -128,9 +124,7 @@ def build(cls: Any, fields: Mapping[str, object], where: str) -> Any:
     missing = [
         name
         for name, f in known.items()
-        if name not in values
-        and f.default is dataclasses.MISSING
-        and f.default_factory is dataclasses.MISSING
+        if name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     ]
     if missing:
         raise ModelError(f"{where}: missing {', '.join(missing)}")

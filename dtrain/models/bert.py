@@ -170,9 +170,7 @@ def embed(cfg: Config, p: Mapping[str, Tensor], batch: Mapping[str, Tensor], key
     return _dropout(cfg, x, batch, key, "embed", on)
 
 
-def block(
-    cfg: Config, p: Mapping[str, Tensor], x: Tensor, batch: Mapping[str, Tensor], key: Key, on: On
-) -> Tensor:
+def block(cfg: Config, p: Mapping[str, Tensor], x: Tensor, batch: Mapping[str, Tensor], key: Key, on: On) -> Tensor:
     """One layer, ACT -> ACT."""
     w = {name: on.gather(t) for name, t in p.items()}
     rate, pre = cfg.attention_dropout, cfg.norm == "pre"

@@ -130,9 +130,7 @@ def embed(cfg: Config, p: Mapping[str, Tensor], batch: Mapping[str, Tensor], key
     return _dropout(cfg, x, batch, key, "embed", on)
 
 
-def block(
-    cfg: Config, p: Mapping[str, Tensor], x: Tensor, batch: Mapping[str, Tensor], key: Key, on: On
-) -> Tensor:
+def block(cfg: Config, p: Mapping[str, Tensor], x: Tensor, batch: Mapping[str, Tensor], key: Key, on: On) -> Tensor:
     """One layer, ACT -> ACT."""
     w = {name: on.gather(t) for name, t in p.items()}
     rate = cfg.attention_dropout
@@ -188,6 +186,4 @@ def head_and_loss(
     def loss(here: Here, logits: Tensor, labels: Tensor) -> Tensor:
         return ops.cross_entropy(here, logits, labels, cfg.vocab).sum() / counts["tokens"]
 
-    return on.island(loss, ("batch seq vocab", "batch seq"), "+batch +seq")(
-        logits(cfg, p, x, on), batch["labels"]
-    )
+    return on.island(loss, ("batch seq vocab", "batch seq"), "+batch +seq")(logits(cfg, p, x, on), batch["labels"])

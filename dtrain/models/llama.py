@@ -50,9 +50,7 @@ class Config:
         check(self)
         check_divides(self, "kv_heads", "heads")
         if self.head_dim % 2:
-            raise ModelError(
-                f"model.head_dim: {self.head_dim} is odd; rotary positions need an even one", "head_dim"
-            )
+            raise ModelError(f"model.head_dim: {self.head_dim} is odd; rotary positions need an even one", "head_dim")
 
 
 PRESETS: dict[str, dict[str, object]] = {
@@ -99,15 +97,11 @@ def counts(cfg: Config, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def embed(cfg: Config, p: Mapping[str, Tensor], batch: Mapping[str, Tensor], key: Key, on: On) -> Tensor:
     """Token ids -> the first activation (ACT)."""
     w = {name: on.gather(t) for name, t in p.items()}
-    x = on.island(ops.embedding, ("vocab embed", "batch seq"), "batch seq embed +vocab")(
-        w["table"], batch["tokens"]
-    )
+    x = on.island(ops.embedding, ("vocab embed", "batch seq"), "batch seq embed +vocab")(w["table"], batch["tokens"])
     return on.constrain(x, ACT)
 
 
-def block(
-    cfg: Config, p: Mapping[str, Tensor], x: Tensor, batch: Mapping[str, Tensor], key: Key, on: On
-) -> Tensor:
+def block(cfg: Config, p: Mapping[str, Tensor], x: Tensor, batch: Mapping[str, Tensor], key: Key, on: On) -> Tensor:
     """One layer, ACT -> ACT."""
     w = {name: on.gather(t) for name, t in p.items()}
 
@@ -149,6 +143,4 @@ def head_and_loss(
     def loss(here: Here, logits: Tensor, labels: Tensor) -> Tensor:
         return ops.cross_entropy(here, logits, labels, cfg.vocab).sum() / counts["tokens"]
 
-    return on.island(loss, ("batch seq vocab", "batch seq"), "+batch +seq")(
-        logits(cfg, p, x, on), batch["labels"]
-    )
+    return on.island(loss, ("batch seq vocab", "batch seq"), "+batch +seq")(logits(cfg, p, x, on), batch["labels"])

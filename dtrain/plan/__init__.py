@@ -43,7 +43,7 @@ def plan(layout: Layout) -> Plan:
     module, config = layouts.family(layout)
     mesh = Mesh(tuple((dim, d.size) for dim, d in layout.mesh.items()))
     pp = mesh.size("pp")
-    chunks = layout.pipeline.chunks
+    chunks = layout.pipeline.chunks or 1
     microbatches = layouts.microbatches(layout)
     stages = unit_ranges(layouts.stage_layers(layout))
     owner = coordinate_of(layout.pipeline.schedule, pp, chunks)
@@ -97,7 +97,11 @@ def rows(plan: Plan, at: Mapping[str, int], mb: int | None = None) -> range:
     """Which rows of the global batch a rank at these coordinates reads for a microbatch, or for all of them."""
     each = plan.microbatches * plan.job.batch
     first = flat_index(plan.job.mesh, plan.data_dims, at) * each
-    return range(first, first + each) if mb is None else range(first + mb * plan.job.batch, first + (mb + 1) * plan.job.batch)
+    return (
+        range(first, first + each)
+        if mb is None
+        else range(first + mb * plan.job.batch, first + (mb + 1) * plan.job.batch)
+    )
 
 
 def _without_layers(rules: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:

@@ -29,7 +29,9 @@ class Bad:
     text: str = field(compare=False)
 
 
-def find(program: Program, calls: Calls, place: Place, weights: Weights, actions: Sequence[Action], step: Step) -> Bad | None:
+def find(
+    program: Program, calls: Calls, place: Place, weights: Weights, actions: Sequence[Action], step: Step
+) -> Bad | None:
     """Replay a step without its update, on all ranks at once; this rank's first bad tensor, an origin if there is one.
 
     `calls` are the graphs as FX modules on the right device; `weights` those from before the step.
@@ -38,7 +40,7 @@ def find(program: Program, calls: Calls, place: Place, weights: Weights, actions
     current: list[Action] = []
     layers = program.job.layers
 
-    def watched(name: str, graph: str, g: Graph, module: fx.GraphModule) -> Callable[..., list[Tensor]]:
+    def watched(name: str, graph: str, g: Graph, module: Any) -> Callable[..., list[Tensor]]:
         inputs = dict(zip(module.graph.find_nodes(op="placeholder"), g.inputs, strict=True))
 
         def see(index: int, node: fx.Node, value: Any, inputs_bad: bool) -> None:
@@ -49,7 +51,9 @@ def find(program: Program, calls: Calls, place: Place, weights: Weights, actions
                 if key in program.segments[name].stored:
                     kind, path = _bad(value), unit_path(action.unit, layers, key)
                     what = "gradient of" if graph.startswith("reduce") else "parameter"
-                    found.append(Bad(graph.startswith("reduce"), order, place.rank, f"{what} {path} is {kind}, {where}"))
+                    found.append(
+                        Bad(graph.startswith("reduce"), order, place.rank, f"{what} {path} is {kind}, {where}")
+                    )
                 else:
                     found.append(Bad(True, order, place.rank, f"{inputs[node]} is {_bad(value)}, {where}"))
             else:
@@ -60,7 +64,7 @@ def find(program: Program, calls: Calls, place: Place, weights: Weights, actions
         return lambda *args: walk(module.graph, args, see)
 
     replayed = {
-        (s.name, k): watched(s.name, k, g, calls[s.name, k])  # type: ignore[arg-type]
+        (s.name, k): watched(s.name, k, g, calls[s.name, k])
         for s in program.segments.values()
         for k, g in s.graphs.items()
     }
@@ -72,22 +76,20 @@ def find(program: Program, calls: Calls, place: Place, weights: Weights, actions
     return min(found, default=None)
 
 
-def walk(
-    graph: fx.Graph, args: Sequence[Tensor], see: Callable[[int, fx.Node, Any, bool], None]
-) -> list[Tensor]:
-    """Run a graph node by node; `see(index, node, value, whether an input is bad)` for each value that is not finite."""
+def walk(graph: fx.Graph, args: Sequence[Tensor], see: Callable[[int, fx.Node, Any, bool], None]) -> list[Tensor]:
+    """Run a graph node by node; `see(index, node, value, an input is bad)` for each value that is not finite."""
     values: dict[fx.Node, Any] = {}
     bad: set[fx.Node] = set()
     readers = {n: len(n.users) for n in graph.nodes}
     given = iter(args)
     for index, node in enumerate(graph.nodes):
         if node.op == "output":
-            return list(fx.node.map_arg(node.args[0], lambda n: values[n]))  # type: ignore[arg-type]
+            return list(fx.node.map_arg(node.args[0], lambda n: values[n]))
         if node.op == "placeholder":
             values[node] = next(given)
         else:
-            a, k = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])  # type: ignore[misc]
-            values[node] = node.target(*a, **k)  # type: ignore[operator]
+            a, k = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
+            values[node] = node.target(*a, **k)
         inputs_bad = any(i in bad for i in node.all_input_nodes)
         for i in node.all_input_nodes:
             readers[i] -= 1

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dtrain import storage
 from dtrain.mesh import Groups, Mesh
-from dtrain.program.lower import Job, Program, Segment
+from dtrain.program.lower import Program, Segment
 from dtrain.program.schedule import Action
 from dtrain.storage import Stored
 
@@ -136,7 +136,9 @@ class _Slots:
     sending: list[tuple[Any, Tensor]] = field(default_factory=list)
 
 
-def run(program: Program, calls: Calls, place: Place, weights: Weights, actions: Sequence[Action], step: Step) -> Tensor:
+def run(
+    program: Program, calls: Calls, place: Place, weights: Weights, actions: Sequence[Action], step: Step
+) -> Tensor:
     """Execute a list; returns this rank's part of the loss, summed over its microbatches (0-dim; 0 away from the
     head). At UPDATE, `step.update(gradient shards, loss part)` runs and what it returns replaces the masters.
     """

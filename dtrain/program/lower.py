@@ -1,12 +1,13 @@
-"""A model under a layout -> a Program: a few flat graphs of local tensor operations and functional collectives.
+"""A model under a layout -> a Program: a few flat graphs of local tensor operations and functional
+collectives.
 
-Each segment (embed, block, head) is traced once, forward and backward together, on fake tensors, and the joint
-graph is cut into what the action list runs:
+Each segment (embed, block, head) is traced once, forward and backward together, on fake tensors, and the
+joint graph is cut into what the action list runs:
 
     unshard                 shards at rest -> local parameters           (UNSHARD)
     forward                 local parameters, x, batch -> y, saved       (F)
     backward                -> gradient of x, local partial gradients    (B), or its two halves (I and W)
-    reduce_early, reduce    accumulators -> optimizer shards             (REDUCE, a microbatch's and the step's)
+    reduce_early, reduce    accumulators -> optimizer shards             (REDUCE of a microbatch, of the step)
     publish                 updated optimizer shards -> shards at rest   (the end of UPDATE)
 
 Of these, reduce_early and publish exist where `grads` and `optimizer` cut something.
@@ -35,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dtrain import storage
-from dtrain.axes import ALONE, On, Param, ParamTree, Rules, inherit, padded, parse, split
+from dtrain.axes import ALONE, AxesError, On, Param, ParamTree, Rules, inherit, padded, parse, split
 from dtrain.mesh import Mesh, fake_mesh
 from dtrain.program import passes
 from dtrain.program.passes import Cut
@@ -54,13 +55,14 @@ from dtrain.sharding import (
     wrap,
 )
 from dtrain.storage import Stored, Sums
-from dtrain.torch_private import forgetting_meshes
+from dtrain.torch_private import forgetting_meshes, tracing_graph
 
 
 @dataclass(frozen=True)
 class Job:
     """What lowering needs to know, and no more. `batch` is one rank's microbatch in sequences, `remat` one of
-    none, selective, full; `tied_across` the two pipeline coordinates that share tied parameters, if they differ."""
+    none, selective, full; `tied_across` the two pipeline coordinates that share tied parameters, if they
+    differ."""
 
     module: ModuleType
     config: Any
@@ -86,8 +88,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Graph:
-    """A flat graph with named inputs and outputs. `params:NAME`, `batch:NAME`, `at:DIM`, `count:NAME`, `seed`,
-    `step`, `layer`, `x`, `grad` (of the segment's result, or the loss's seed), `saved:I`."""
+    """A flat graph with named inputs and outputs. `params:NAME`, `batch:NAME`, `at:DIM`, `count:NAME`,
+    `seed`, `step`, `layer`, `x`, `grad` (of the segment's result, or the loss's seed), `saved:I`."""
 
     module: fx.GraphModule
     inputs: tuple[str, ...]
@@ -125,7 +127,7 @@ class Segment:
     @property
     def saved_bytes(self) -> int:
         """Bytes kept from a forward to its backward, without parameters."""
-        nodes = self.graphs["forward"].module.graph.output_node().args[0][1:]  # type: ignore[index]
+        nodes = passes.results_of(self.graphs["forward"].module.graph)[1:]
         unique = {n: n.meta["val"] for n in nodes}
         return sum(v.numel() * v.element_size() for v in unique.values())
 
@@ -178,15 +180,18 @@ def store_tree(job: Job) -> dict[str, dict[str, Stored]]:
 def lower(job: Job, rank: int = 0) -> Program:
     """Lower every segment, as `rank` of the mesh would (all ranks get the same text).
 
-    Must be called before the process joins a process group. Raises LoweringError naming the model line, AxesError
-    for parameters that cannot be placed.
+    Must be called before the process joins a process group. Raises LoweringError naming the model line,
+    AxesError for parameters that cannot be placed.
     """
     started = time.perf_counter()
     stored = store_tree(job)
     coordinates = job.mesh.coordinates(rank)
     inner = Mesh(tuple((d, job.mesh.size(d)) for d in job.trace_dims))
     segments = {}
-    with forgetting_meshes() if rank else nullcontext(), fake_mesh(inner, job.trace_dims, inner.rank(coordinates)) as mesh:
+    with (
+        forgetting_meshes() if rank else nullcontext(),
+        fake_mesh(inner, job.trace_dims, inner.rank(coordinates)) as mesh,
+    ):
         for name in SEGMENTS:
             segments[name] = _lower_segment(job, name, stored[name], mesh)
     for segment in segments.values():
@@ -198,7 +203,7 @@ def lower(job: Job, rank: int = 0) -> Program:
     return Program(job, segments, time.perf_counter() - started)
 
 
-# ------------------------------------------------------------------------------------------------- one segment
+# ------------------------------------------------------------------------------------------------ one segment
 
 
 def _local(shape: Sequence[int], axes: Sequence[str], job: Job, what: str) -> tuple[int, ...]:
@@ -255,14 +260,22 @@ def _lower_segment(job: Job, name: str, stored: Mapping[str, Stored], mesh: Devi
 
     def joint(*values: Tensor) -> list[Tensor]:
         given = dict(zip(inputs, values, strict=True))
-        y, grads = _trace(job, name, stored, mesh, given, found)
+        try:
+            y, grads = _trace(job, name, stored, mesh, given, found)
+        except (LoweringError, AxesError, RuntimeError) as error:
+            fault = _fault(error, _model_file(module, name), found.get("backward"))
+            if fault is error:
+                raise
+            raise fault from error
         return [y, *grads]
 
     traced = make_fx(joint, tracing_mode="fake")(*inputs.values())
     traced.graph.eliminate_dead_code()
-    _check_collectives(traced.graph, module.__file__ or "")
+    surplus = _surplus(traced.graph)
+    if surplus is not None:
+        raise LoweringError(_surplus_message(surplus, _model_file(module, name)))
     if mesh is not None:
-        rename = {mesh.get_group(d).group_name: d for d in job.trace_dims}
+        rename = {str(mesh.get_group(d).group_name): d for d in job.trace_dims}
         passes.rename_groups(traced.graph, rename)
 
     keys = tuple(inputs)
@@ -272,7 +285,9 @@ def _lower_segment(job: Job, name: str, stored: Mapping[str, Stored], mesh: Devi
     # A tied parameter is stored once, by the segment it is tied to, unless that lives on another coordinate.
     owned = tuple(n for n, s in stored.items() if s.param.tied_to is None or job.tied_across is not None)
 
-    def flat(fn: Callable[..., list[Tensor]], members: tuple[str, ...], cuts: Callable[[Stored], int], dtype: Any) -> Cut:
+    def flat(
+        fn: Callable[..., list[Tensor]], members: tuple[str, ...], cuts: Callable[[Stored], int], dtype: Any
+    ) -> Cut:
         with fake:
             examples = [torch.empty(stored[n].shape(cuts(stored[n])), dtype=dtype(stored[n])) for n in members]
         graph = make_fx(lambda *t: fn([stored[n] for n in members], t), tracing_mode="fake")(*examples)
@@ -282,7 +297,10 @@ def _lower_segment(job: Job, name: str, stored: Mapping[str, Stored], mesh: Devi
 
     master = lambda s: job.master  # noqa: E731
     graphs["unshard"] = flat(
-        lambda s, t: storage.gather_rest(s, t, job.dtype), names, lambda s: s.rest, lambda s: rest_dtype(job, s)
+        lambda s, t: storage.gather_rest(s, t, job.dtype),
+        names,
+        lambda s: s.rest,
+        lambda s: rest_dtype(job, s),
     )
     if any(len(s.steps) > s.rest for s in stored.values()):
         graphs["publish"] = flat(lambda s, t: storage.publish(s, t, job.dtype), owned, lambda s: len(s.steps), master)
@@ -319,7 +337,7 @@ def _trace(
     found: dict[str, Any],
 ) -> tuple[Tensor, list[Tensor]]:
     """Run one segment and its backward on (fake) local tensors; fills `found` with how gradients arrive."""
-    module, model = job.module, job.module.__file__ or ""
+    module, model = job.module, _model_file(job.module, name)
     coordinates = {d: given[f"at:{d}"] for d in job.trace_dims}
     key = Key(given["seed"], given["step"], given["layer"])
     counts = {k.removeprefix("count:"): v for k, v in given.items() if k.startswith("count:")}
@@ -354,24 +372,24 @@ def _trace(
         else:
             y = module.head_and_loss(job.config, handles, x, batch, counts, key, on)
     if mesh is not None:
-        _check_result(job, name, y, where, dims, model)
+        _check_result(job, name, y, where, dims)
     grad = lift(given["grad"], where if name != "head" else placements(dims, ()))
     wrt = ([] if x is None else [x]) + list(leaves.values())
-    mark_backward(y)
+    backward = found["backward"] = follow_backward(y)
     grads = list(torch.autograd.grad(y, wrt, grad, allow_unused=True))
-    for i, (g, leaf) in enumerate(zip(grads, wrt, strict=True)):
+    for i, g in enumerate(grads):
         if g is None:
             owner = "x" if x is not None and i == 0 else list(leaves)[i - (x is not None)]
             raise LoweringError(f"{model}: segment {name} does not use {owner}, so it has no gradient; remove it")
     found["partial"] = {}
-    if x is not None and mesh is not None and grads[0].placements != where:  # type: ignore[attr-defined]
-        have = describe(dims, grads[0].placements, grads[0].ndim)  # type: ignore[attr-defined]
+    if x is not None and where is not None and isinstance(grads[0], DTensor) and grads[0].placements != where:
+        have, want = describe(dims, grads[0].placements, x.ndim), describe(dims, where, x.ndim)
         raise LoweringError(
-            f"{model}: the gradient of segment {name}'s input arrives as [{have}], not "
-            f"[{describe(dims, where, grads[0].ndim)}]; an on.constrain is missing where the segment first uses x"
+            f"{backward.origin_of(x) or model}: the gradient of segment {name}'s input arrives as [{have}], "
+            f"not [{want}]; an on.constrain is missing before this line"
         )
     for n, g in zip(leaves, grads[x is not None :], strict=True):
-        found["partial"][n] = _partial_dims(g, leaves[n], dims, f"{model}: {name}/{n}")
+        found["partial"][n] = _partial_dims(g, leaves[n], dims, f"{backward.origin_of(leaves[n]) or model}: {name}/{n}")
     return _unwrap(y), [_unwrap(g) for g in grads]
 
 
@@ -379,7 +397,7 @@ def _unwrap(x: Tensor) -> Tensor:
     return x._local_tensor if isinstance(x, DTensor) else x
 
 
-def _check_result(job: Job, name: str, y: Tensor, where: Any, dims: tuple[str, ...], model: str) -> None:
+def _check_result(job: Job, name: str, y: Tensor, where: Any, dims: tuple[str, ...]) -> None:
     if name == "head":
         table = inherit(job.compute)
         partial = {d for axis in ("batch", "seq") for d in table.get(axis, ())}
@@ -389,8 +407,9 @@ def _check_result(job: Job, name: str, y: Tensor, where: Any, dims: tuple[str, .
     have = y.placements if isinstance(y, DTensor) else None
     if have != want:
         got = "a plain tensor" if have is None else f"[{describe(dims, have, y.ndim)}]"
+        wanted = describe(dims, want, y.ndim)
         raise LoweringError(
-            f"{model}: segment {name} returns {got}, not [{describe(dims, want, y.ndim)}]; "
+            f"{_return_line(job.module, name)}: segment {name} returns {got}, not [{wanted}]; "
             "an on.constrain is missing before its return"
         )
 
@@ -425,9 +444,66 @@ def _sums(job: Job, segment: str, name: str, s: Stored, partial: tuple[str, ...]
     return Sums(partial, tuple(extra))
 
 
-def _check_collectives(graph: fx.Graph, model: str) -> None:
-    """Every collective was asked for by constrain or an island."""
-    for node in graph.nodes:
-        if passes.is_collective(node) and "site" not in node.meta:
-            where = node.meta.get("line", f"{model}:?")
-            raise LoweringError(f"{where}: needs a {passes.op_name(node)} that nothing asked for; an on.constrain is missing")
+# ------------------------------------------------------------------------------------------------ whose fault
+
+
+def _function(module: ModuleType, segment: str) -> Any:
+    """A segment's function, without its decorators."""
+    return inspect.unwrap(getattr(module, "head_and_loss" if segment == "head" else segment))
+
+
+def _model_file(module: ModuleType, segment: str) -> str:
+    """The file that a segment is written in; a model may take a segment from another one."""
+    code = getattr(_function(module, segment), "__code__", None)
+    return str(code.co_filename if code else module.__file__)
+
+
+def _return_line(module: ModuleType, segment: str) -> str:
+    """The line of the (last) `return` of a segment."""
+    code = getattr(_function(module, segment), "__code__", None)
+    ends = [i for i in dis.get_instructions(code) if i.opname.startswith("RETURN_")] if code else []
+    lines = [i.positions.lineno for i in ends if i.positions and i.positions.lineno]
+    return f"{_model_file(module, segment)}:{max(lines, default='?')}"
+
+
+def _surplus(graph: fx.Graph | None) -> fx.Node | None:
+    """The first collective that neither a constraint nor an island asked for."""
+    nodes = graph.nodes if graph is not None else ()
+    return next((n for n in nodes if passes.is_collective(n) and "site" not in n.meta), None)
+
+
+def _surplus_message(node: fx.Node, otherwise: str) -> str:
+    where = node.meta.get("cause") or node.meta.get("line") or otherwise
+    return f"{where}: needs a {passes.op_name(node)} that nothing asked for; an on.constrain is missing"
+
+
+_REASONS = (
+    (
+        "mixed torch.Tensor and DTensor",
+        "a tensor made here meets one on the mesh; make it inside an on.island",
+    ),
+    (f"{Held.__module__}.{Held.__qualname__}", "a parameter is used without on.gather; gather it first"),
+    (
+        "Sharding propagation failed",
+        "the operation cannot run on shards as its inputs lie; an on.constrain is missing",
+    ),
+)
+
+
+def _fault(error: Exception, model: str, backward: Backward | None) -> LoweringError:
+    """What to tell the user: the first thing that went wrong, at the model line that did it."""
+    where, tb = model, error.__traceback__
+    while tb is not None:
+        if tb.tb_frame.f_code.co_filename == model:
+            where = f"{model}:{tb.tb_lineno}"
+        tb = tb.tb_next
+    where = (backward and backward.failed()) or where
+    surplus = _surplus(tracing_graph())  # came before the error, and most likely led to it
+    if surplus is not None:
+        return LoweringError(_surplus_message(surplus, where))
+    if isinstance(error, LoweringError):
+        return error
+    text = " ".join(str(error).split())
+    if not isinstance(error, AxesError):
+        text = next((reason for sign, reason in _REASONS if sign in text), f"{type(error).__name__}: {text}")
+    return LoweringError(f"{where}: {text}")

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-_COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast")
+_COLLECTIVES = (
+    "all_reduce",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+    "broadcast",
+)
 
 
 def op_name(node: fx.Node) -> str:
@@ -28,6 +35,12 @@ def is_collective(node: fx.Node) -> bool:
 def group_of(node: fx.Node) -> str:
     """The group a collective runs over: its last argument that is not a reduction's name."""
     return str(node.args[-1])
+
+
+def results_of(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that a graph returns."""
+    results: Any = graph.output_node().args[0]
+    return list(results)
 
 
 def rename_groups(graph: fx.Graph, names: Mapping[str, str]) -> None:
@@ -76,12 +89,12 @@ def split_joint(graph: fx.Graph, inputs: tuple[str, ...], wrt: tuple[str, ...], 
     """Cut a joint graph (outputs: y, then gradients with respect to `wrt`) into `forward`, `backward` and
     backward's halves `backward_input` and `backward_weight`.
 
-    What backward reads of forward is saved where `save` allows and else recomputed, just before its first use. A
-    value that depends on parameters only is never saved.
+    What backward reads of forward is saved where `save` allows and else recomputed, just before its first
+    use. A value that depends on parameters only is never saved.
     """
     holes = list(graph.find_nodes(op="placeholder"))
     name_of = dict(zip(holes, inputs, strict=True))
-    y, *grads = graph.output_node().args[0]  # type: ignore[misc]
+    y, *grads = results_of(graph)
     forward = ancestors([y])
     fixed = _depends_only_on(graph, {h for h in holes if name_of[h].startswith("params:")})
     body = [n for n in ancestors(grads, graph) if n not in forward and n.op != "placeholder"]
@@ -116,7 +129,7 @@ def _halves(backward: Cut) -> dict[str, Cut]:
     """backward -> the part that the previous stage waits for, and the rest."""
     graph = backward.module.graph
     holes = dict(zip(graph.find_nodes(op="placeholder"), backward.inputs, strict=True))
-    results = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    results = results_of(graph)
     has_x = backward.outputs[0] == "grad:x"
     first = results[:1] if has_x else []
     rest = results[1:] if has_x else results
@@ -141,8 +154,8 @@ def build(
     outputs: tuple[str, ...],
     late: Container[fx.Node] = (),
 ) -> Cut:
-    """The part of `graph` that computes `results` from the nodes in `given` (only those used become inputs), in
-    the original order, except that nodes in `late` stand just before their first reader."""
+    """The part of `graph` that computes `results` from the nodes in `given` (only those used become inputs),
+    in the original order, except that nodes in `late` stand just before their first reader."""
     results = list(results)
     needed: set[fx.Node] = set()
     stack = list(results)

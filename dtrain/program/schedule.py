@@ -287,9 +287,7 @@ def _with_transfers(
     return lists
 
 
-def _with_reduces(
-    computes: Sequence[Action], late: Sequence[int], reduce_each: Collection[int]
-) -> list[Action]:
+def _with_reduces(computes: Sequence[Action], late: Sequence[int], reduce_each: Collection[int]) -> list[Action]:
     left = Counter(a.unit for a in computes if a.kind in ("B", "W"))
     here = set(left)
     out: list[Action] = []

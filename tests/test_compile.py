@@ -1,0 +1,146 @@
+"""What is compiled, when, and that compiled code computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import pytest
+import torch
+from torch import Tensor
+
+from dtrain import layout as layouts
+from dtrain import optim, plan, verify
+from dtrain.mesh import stand_ins
+from dtrain.plan import Plan
+from dtrain.program import compile as compiling
+from dtrain.program.compile import CompileError, Sharing, called, compile_program, uncompiled
+from dtrain.program.lower import Program, lower
+from dtrain.program.schedule import Action
+from dtrain.program.update import UpdateConfig
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def make(schedule: str = "1f1b", mesh: str = "pp: {size: 2}, tp: {size: 2}") -> tuple[Plan, Program]:
+    tp = "layers: pp, vocab: tp, heads: tp, kv_heads: tp, mlp: tp"
+    made = plan.plan(
+        layouts.loads(
+            f"""
+cluster: {{gpus_per_node: 4}}
+mesh: {{{mesh}}}
+shard: {{params: {{{tp}}}, compute: {{{tp}, res_seq: tp}}}}
+pipeline: {{schedule: {schedule}}}
+model: {{family: llama, layers: 2, embed: 32, heads: 4, kv_heads: 2, mlp: 64, vocab: 61}}
+data: {{source: synthetic, seq: 16, batch: 4, microbatch: 2}}
+run: {{steps: 2}}
+"""
+        )
+    )
+    return made, lower(made.job)
+
+
+def test_only_what_the_actions_call_is_compiled() -> None:
+    made, program = make()
+    first, last = (called(program, actions) for actions in made.train)
+    assert set(first) == {(s, g) for s in ("embed", "block") for g in ("forward", "backward")}
+    assert set(last) == {(s, g) for s in ("block", "head") for g in ("forward", "backward")}
+    assert first[0] == ("block", "backward")  # the largest first
+    assert {g for _, g in called(program, made.evaluate[0])} == {"forward"}
+    made, program = make("zero-bubble")
+    graphs = set(called(program, made.train[0]))
+    assert {("block", "backward_input"), ("block", "backward_weight")} <= graphs
+    assert ("block", "backward") not in graphs
+    assert ("embed", "backward_input") not in graphs  # computes nothing
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # Inductor's own
+def test_a_compiled_segment_equals_the_uncompiled_one() -> None:
+    made, program = make()
+    generator = torch.Generator().manual_seed(0)
+    batches = []
+    for i in range(2):
+        tokens = torch.randint(0, 61, (4, 17), generator=generator)
+        batches.append({"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "sample": torch.arange(4) + 4 * i})
+    counts = [made.job.module.counts(made.job.config, b) for b in batches]
+    config = UpdateConfig(optim.Adamw(), 1.0)
+    head = [a for a in chain(*made.train) if a.unit == made.job.layers + 1]
+    with stand_ins(made.job.mesh, program.groups()):
+        compiled = compile_program(program, "on", "cpu", head)
+    assert compiled.graphs == 2 and compiled.seconds > 0 and compiled.notice is None
+    plain = uncompiled(program)
+    assert [k for k in plain if compiled.calls[k] is not plain[k]] == [
+        ("head", "forward"),
+        ("head", "backward"),
+    ]
+    a = verify.train(made, batches, counts, config, lambda step: 1e-3, program=program)
+    b = verify.train(made, batches, counts, config, lambda step: 1e-3, program=program, calls=compiled.calls)
+    assert a.reports != b.reports  # it was compiled code that ran
+    for x, y in zip(a.reports, b.reports, strict=True):
+        assert (y.loss, y.norm) == pytest.approx((x.loss, x.norm), rel=1e-5)
+    for path, g in a.grads[-1].items():
+        torch.testing.assert_close(b.grads[-1][path], g, rtol=1e-4, atol=1e-6)
+
+    # Static shapes: another one is an error, not a silent recompilation.
+    g = program.segments["head"].graphs["forward"]
+    given = [
+        torch.zeros(n.meta["val"].shape, dtype=n.meta["val"].dtype) for n in g.module.graph.find_nodes(op="placeholder")
+    ]
+    given[g.inputs.index("x")] = torch.zeros(3, 8, 32)
+    with pytest.raises(
+        RuntimeError, match=r"head.forward was compiled for x \(2, 8, 32\) torch.float32, not \(3, 8, 32\)"
+    ):
+        compiled.calls["head", "forward"](*given)
+
+
+def test_compile_off_and_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, program = make()
+    actions = made.train[0]
+    off = compile_program(program, "off", "cpu", actions)
+    assert (off.graphs, off.notice, off.calls) == (0, None, uncompiled(program))
+    monkeypatch.setattr(compiling, "cpp_compiler", lambda: None)
+    auto = compile_program(program, "auto", "cpu", actions)
+    assert auto.calls == uncompiled(program)
+    assert auto.notice == (
+        "run.compile: off, because there is no C++ compiler (g++ or clang++): the same graphs run uncompiled"
+    )
+    with pytest.raises(CompileError, match=r"no C\+\+ compiler.*run.compile=off"):
+        compile_program(program, "on", "cpu", actions)
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_ranks_share_the_work_and_meet_before_they_load(monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
+    made, program = make()
+    everything = set(called(program, chain(*made.train)))
+    compiled_first: list[tuple[str, str]] = []
+
+    def compile_one(program: Program, name: tuple[str, str], device: str) -> Sequence[Tensor]:
+        events.append(name)
+        return []
+
+    for turn in range(turns):
+        events: list[object] = []
+        monkeypatch.setattr(compiling, "_compile", compile_one)
+        sharing = Sharing(turn, turns, lambda e=events: e.append("meet"))  # type: ignore[misc]
+        compile_program(program, "on", "cpu", made.train[1], chain(*made.train), sharing)
+        before, after = events[: events.index("meet")], events[events.index("meet") + 1 :]
+        compiled_first += before  # type: ignore[arg-type]
+        assert set(after) == set(called(program, made.train[1]))
+    assert sorted(compiled_first) == sorted(everything)  # each once
+
+
+def test_graphs_that_create_tensors_create_them_on_the_device() -> None:
+    _, program = make()
+    moved = uncompiled(program, "meta")["block", "forward"]
+    kwargs = [n.kwargs["device"] for n in moved.graph.nodes if "device" in n.kwargs]  # type: ignore[attr-defined]
+    assert kwargs and set(kwargs) == {torch.device("meta")}
+    here = program.segments["block"].graphs["forward"].module.graph
+    assert {n.kwargs["device"] for n in here.nodes if "device" in n.kwargs} == {torch.device("cpu")}
+
+
+def test_an_action_that_computes_nothing_calls_no_graph() -> None:
+    _, program = make()
+    assert called(program, [Action("SEND", 1, 0, 1, "act"), Action("UPDATE", -1)]) == []
