@@ -46,9 +46,14 @@ def heart(folder: Path, rank: int) -> mmap.mmap:
     path.write_bytes(bytes(_SIZE))
     with open(path, "r+b") as file:
         memory = mmap.mmap(file.fileno(), _SIZE)
-    _BEAT.pack_into(memory, 16, 0, time.monotonic(), 0, b"start")
+    _write(memory, 0, 0, b"start")
     _WHO.pack_into(memory, 0, os.getpid(), 0)
     return memory
+
+
+def _write(memory: mmap.mmap, step: int, phase: int, what: bytes) -> None:
+    # In one copy: `pack_into` clears the record first, and a reader in between would see a rank that never beat.
+    memory[16:_SIZE] = _BEAT.pack(step, time.monotonic(), phase, what)
 
 
 def beater(memory: mmap.mmap) -> Callable[[int, str], None]:
@@ -64,7 +69,7 @@ def beater(memory: mmap.mmap) -> Callable[[int, str], None]:
             if not first:
                 first.append(step)
             phase = 0 if step == first[0] else 1
-        _BEAT.pack_into(memory, 16, step, time.monotonic(), phase, what.encode())
+        _write(memory, step, phase, what.encode())
 
     return beat
 
@@ -76,7 +81,7 @@ def note_signal(memory: mmap.mmap, number: int) -> None:
 def done(memory: mmap.mmap) -> None:
     """The rank has finished its work; it may now end when it likes."""
     step, _, _, what = _BEAT.unpack_from(memory, 16)
-    _BEAT.pack_into(memory, 16, step, time.monotonic(), PHASES.index("done"), what)
+    _write(memory, step, PHASES.index("done"), what)
 
 
 def beats(folder: Path) -> dict[int, Beat]:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -584,3 +585,23 @@ def slow_start_and_save(layout: Layout, rank: Rank, *, quiet: bool) -> None:
 def test_a_slow_first_step_and_a_slow_save_are_no_hang(tmp_path: Path) -> None:
     assert launch.start(layout_file(tmp_path, 2, limit=2), [], True, slow_start_and_save) == launch.FINISHED
     assert steps(tmp_path) == ["6", "6"]
+
+
+def test_a_beat_is_never_seen_half_written(tmp_path: Path) -> None:
+    """The launcher reads while ranks write; a record without a time would look like a rank that hangs."""
+    beat = watch.beater(watch.heart(tmp_path, 0))
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            beat(3, "B(2, 1)")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        seen = [watch.beats(tmp_path)[0] for _ in range(3000)]
+    finally:
+        stop.set()
+        writer.join()
+    assert all(b.at > 0 for b in seen)
+    assert {b.what for b in seen} <= {"start", "B(2, 1)"}
