@@ -14,8 +14,8 @@ from torch import Tensor
 from dtrain import layout as layouts
 from dtrain import models, optim, reference, storage
 from dtrain.layout import Layout
-from dtrain.mesh import Groups, flat_index, simulate, stand_ins
-from dtrain.plan import Plan
+from dtrain.mesh import Groups, simulate, stand_ins
+from dtrain.plan import Plan, rows
 from dtrain.plan import plan as make_plan
 from dtrain.program.compile import compile_program, missing_compiler, uncompiled
 from dtrain.program.interpret import Calls, Place, Step, initial_weights, owned, publish, run
@@ -37,13 +37,6 @@ class Trained:
     grads: list[dict[str, Tensor]]
     params: list[dict[str, Tensor]]
     copies: bool
-
-
-def rows(plan: Plan, at: Mapping[str, int], mb: int) -> range:
-    """Which rows of the global batch a rank at these coordinates reads for a microbatch."""
-    replica = flat_index(plan.job.mesh, plan.data_dims, at)
-    first = (replica * plan.microbatches + mb) * plan.job.batch
-    return range(first, first + plan.job.batch)
 
 
 def train(

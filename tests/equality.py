@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import reference
 import torch
 from torch import Tensor
 
-from dtrain import layout, optim, plan, verify
+from dtrain import layout, optim, plan, reference, verify
 from dtrain.program.interpret import Calls
 from dtrain.program.lower import Program, lower
 from dtrain.program.update import UpdateConfig

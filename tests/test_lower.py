@@ -342,9 +342,13 @@ WRONG = {
     "x = x * p['norm_attn']": "parameter block/norm_attn is used without on.gather",
     "x = x + ops.to_heads(x, p['wq']).sum()": "a parameter is used without on.gather",
     "x = torch.add(x, p['norm_attn'])": "parameter block/norm_attn is used without on.gather",
-    "x = on.island(lambda here, x: x, ('batch seq embed',), ACT)(x)": r"arrives as \[0/dp 1/tp 2\], not \[batch/dp seq embed\]",
+    "x = on.island(lambda here, x: x, ('batch seq embed',), ACT)(x)": (
+        r"arrives as \[0/dp 1/tp 2\], not \[batch/dp seq embed\]"
+    ),
     "x = on.island(lambda here, x, w: x, (ACT, 'embed'), ACT)(x, p['norm_attn'])": "used without on.gather",
-    "x = on.island(lambda here, x: x * (here.offset('heads') + 1), (ACT,), ACT)(x)": "no input of this island has that axis",
+    "x = on.island(lambda here, x: x * (here.offset('heads') + 1), (ACT,), ACT)(x)": (
+        "no input of this island has that axis"
+    ),
     "x = on.constrain(x - x.mean(1, keepdim=True), ACT)": "needs a all_reduce that nothing asked for",
     "x = x - x.mean(1, keepdim=True)": "needs a all_reduce that nothing asked for",
     "x = on.gather(x)": "on.gather takes a parameter",

@@ -10,14 +10,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import reference
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dtrain import models, ops, rng
+from dtrain import models, ops, reference, rng
 from dtrain.axes import ALONE
 from dtrain.models import bert, gpt2, llama
 

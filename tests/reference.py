@@ -1,3 +1,0 @@
-"""Moved: see dtrain/reference.py."""
-
-from dtrain.reference import *  # noqa: F403
