@@ -197,6 +197,13 @@ def start(path: str, overrides: list[str], quiet: bool, work: Work | None = None
         if seat is None or seat.rank == 0:
             _say(str(error))
         return MISTAKE
+    if work is None:
+        from dtrain.train import nothing_left
+
+        if line := nothing_left(layout):
+            if seat is None or seat.rank == 0:
+                print(line, flush=True)
+            return 0
     work = work or _train
     if seat is not None:
         return _one_of_many(layout, seat, quiet, work)
@@ -221,9 +228,11 @@ def _check(layout: Layout, seat: Seat | None, argv: str) -> None:
         missing = [line for line in missing if "cluster.gpus_per_node" not in line]
     if missing:
         raise LaunchError("\n".join(missing))
+    from dtrain import data
     from dtrain.plan import plan
+    from dtrain.train import data_config
 
-    plan(layout)
+    data.open_source(data_config(plan(layout)))
 
 
 def _limits(layout: Layout) -> dict[str, float]:
@@ -365,6 +374,9 @@ def _many(layout: Layout, quiet: bool, work: Work) -> int:
     world = layout.world
     with tempfile.TemporaryDirectory(prefix="dtrain-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
+        # The tracker of a killed rank complains after everything else; the first cause is to be the last line.
+        quieter = "ignore:resource_tracker:UserWarning"
+        os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), quieter)))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         config = LaunchConfig(
             min_nodes=1,
@@ -576,6 +588,8 @@ def _end_others(folder: Path, rank: int) -> None:
         time.sleep(0.1)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
+    if not any(b.rank != rank and watch.alive(b.pid) for b in watch.beats(folder).values()):
+        shutil.rmtree(folder, ignore_errors=True)  # the last one cleans up
 
 
 def _dead(seen: Mapping[int, watch.Beat], reports: list[watch.Report]) -> list[watch.Report]:

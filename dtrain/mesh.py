@@ -144,6 +144,7 @@ class _Meeting:
     def __init__(self, members: int, abort: threading.Event) -> None:
         self.members, self.abort = members, abort
         self.ready = threading.Condition()
+        self.gone: set[int] = set()  # members whose work has ended
         self.slots: dict[int, dict[int, Any]] = {}
         self.results: dict[int, Any] = {}
         self.taken: dict[int, int] = {}
@@ -156,14 +157,25 @@ class _Meeting:
                 self.results[turn] = combine([slot[i] for i in range(self.members)])
                 self.ready.notify_all()
             while turn not in self.results:
-                if self.abort.is_set():
-                    raise SimulationStoppedError
-                self.ready.wait(timeout=1.0)
+                self.wait_for({i for i in range(self.members) if i not in slot})
             result = self.results[turn]
             self.taken[turn] = self.taken.get(turn, 0) + 1
             if self.taken[turn] == self.members:
                 del self.slots[turn], self.results[turn], self.taken[turn]
             return result
+
+    def wait_for(self, missing: set[int]) -> None:
+        """Wait a while, holding `ready`; an error if a missing member will never come."""
+        if self.abort.is_set():
+            raise SimulationStoppedError
+        if missing & self.gone:
+            raise RuntimeError(f"member {min(missing & self.gone)} of a group ended while others wait for it")
+        self.ready.wait(timeout=1.0)
+
+    def leave(self, index: int) -> None:
+        with self.ready:
+            self.gone.add(index)
+            self.ready.notify_all()
 
 
 class SimulationStoppedError(RuntimeError):
@@ -236,9 +248,7 @@ class SimulatedGroup(dist.ProcessGroup):
         def take() -> None:
             with self.meeting.ready:
                 while not self.mail.get((src, self.index)):
-                    if self.meeting.abort.is_set():
-                        raise SimulationStoppedError
-                    self.meeting.ready.wait(timeout=1.0)
+                    self.meeting.wait_for({src})
                 sent = self.mail[src, self.index].popleft()
             if sent.shape != tensors[0].shape or sent.dtype != tensors[0].dtype:
                 raise RuntimeError(f"received {tuple(sent.shape)} {sent.dtype}, expected {tuple(tensors[0].shape)}")
@@ -290,7 +300,8 @@ def simulate(mesh: Mesh, names: Iterable[str], work: Callable[[int, Groups], T])
             failures.append((rank, e))
             abort.set()
         finally:
-            for name in groups:
+            for name, group in groups.items():
+                group.meeting.leave(group.index)
                 unregister_group(name)
 
     with isolated_threads():
@@ -356,7 +367,8 @@ def join_world(mesh: Mesh, names: Iterable[str], rank: int, backend: str, device
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device(device), **first)
     else:
         dist.init_process_group(backend, **first)
-    groups = dict(join(mesh, names, rank, backend, limits.step))
+    # The watchdog holds each phase to its own limit; a collective must outlast the longest (a slow first compile).
+    groups = dict(join(mesh, names, rank, backend, max(limits.start, limits.step, limits.save)))
     groups["start"] = dist.new_group(backend="gloo", timeout=timedelta(seconds=limits.start))
     groups["save"] = dist.new_group(backend="gloo", timeout=timedelta(seconds=limits.save))
     return groups

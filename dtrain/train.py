@@ -69,11 +69,11 @@ def train(layout: Layout, rank: Rank, *, quiet: bool) -> None:
     or CheckpointError, each one line for a person."""
     torch.use_deterministic_algorithms(layout.run.deterministic)
     folder = Path(layout.run.folder or ".")
-    done = checkpoint.latest(folder) or 0
-    if done >= layout.run.steps:
+    if line := nothing_left(layout):
         if rank.rank == 0:
-            print(finished(layout, done), flush=True)
+            print(line, flush=True)
         return
+    done = checkpoint.latest(folder) or 0
     rank.beat(done + 1, "start")
     plan = plans.plan(layout)
     source = data.open_source(data_config(plan))
@@ -91,8 +91,11 @@ def train(layout: Layout, rank: Rank, *, quiet: bool) -> None:
         dist.destroy_process_group()
 
 
-def finished(layout: Layout, done: int) -> str:
-    """What to say where there is nothing left to do."""
+def nothing_left(layout: Layout) -> str | None:
+    """What to say where the folder holds a finished run, else None."""
+    done = checkpoint.latest(Path(layout.run.folder or ".")) or 0
+    if done < layout.run.steps:
+        return None
     return (
         f"this run is finished ({done} of {layout.run.steps} steps, {layout.run.folder}): "
         f"raise it with run.steps={2 * done}, or choose another run.folder"

@@ -280,6 +280,7 @@ def hang(
         for w, r in waiting.items()
     )
     limit = f"run.timeouts.{culprit.phase} is {limits[culprit.phase]:g} s"
+    limit = "the others gave up waiting" if gave_up else limit
     text = f"no progress for {now - culprit.at:.0f} s ({limit})"
     return Report(rank, now, "hang", f"{text}; {others}" if others else text, stack.get(rank, ""))
 

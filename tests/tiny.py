@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from dtrain import layout, plan
+from dtrain.mesh import Mesh, fake_mesh
+from dtrain.program import lower as lower_module
 from dtrain.program import passes
-from dtrain.program.lower import Graph, Program, Segment, lower
+from dtrain.program.lower import Graph, Job, Program, Segment, lower
 
-DROPOUT = "dropout: 0.1, attention_dropout: 0.1"
+DROPOUT = "dropout: 0.1, attention_dropout: 0.0"
 MODELS: Mapping[str, str] = {
     "llama": "family: llama, layers: 2, embed: 16, heads: 4, kv_heads: 2, mlp: 24, vocab: 61",
     "gpt2": "family: gpt2, layers: 2, embed: 16, heads: 4, vocab: 61, positions: 12, " + DROPOUT,
@@ -42,7 +44,6 @@ shard: {{params: {_table(params)}, compute: {_table(compute)}}}
 model: {{{MODELS[family]}}}
 data: {{source: synthetic, seq: 8, batch: 8, microbatch: 1}}
 run: {{steps: 2, precision: fp64}}
-kernels: {{attention: {"auto" if family in ("llama", "my_model") else "math"}}}
 """
     return plan.plan(layout.loads(text, str(LAYOUTS / "tiny.yaml"), more))
 
@@ -55,6 +56,18 @@ def _table(rules: Mapping[str, Any]) -> str:
 def program(family: str, mesh: str = "", more: tuple[str, ...] = (), rank: int = 0) -> Program:
     """The same, lowered."""
     return lower(make(family, mesh, more).job, rank)
+
+
+@cache
+def segment(family: str, name: str, mesh: str, more: tuple[str, ...] = ()) -> Segment:
+    """One segment of it, which is quicker."""
+    return lower_segment(make(family, mesh, more).job, name)
+
+
+def lower_segment(job: Job, name: str) -> Segment:
+    inner = Mesh(tuple((d, job.mesh.size(d)) for d in job.trace_dims))
+    with fake_mesh(inner, job.trace_dims) as mesh:
+        return lower_module._lower_segment(job, name, lower_module.store_tree(job)[name], mesh)
 
 
 def ledger(graph: Graph) -> list[tuple[str, str, tuple[int, ...]]]:

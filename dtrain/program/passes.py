@@ -90,7 +90,7 @@ def split_joint(graph: fx.Graph, inputs: tuple[str, ...], wrt: tuple[str, ...], 
     backward's halves `backward_input` and `backward_weight`.
 
     What backward reads of forward is saved where `save` allows and else recomputed, just before its first
-    use. A value that depends on parameters only is never saved.
+    use. A value that depends on parameters only, or on nothing, is never saved.
     """
     holes = list(graph.find_nodes(op="placeholder"))
     name_of = dict(zip(holes, inputs, strict=True))
@@ -201,9 +201,9 @@ def ancestors(results: Iterable[fx.Node], graph: fx.Graph | None = None) -> dict
 
 
 def _depends_only_on(graph: fx.Graph, roots: set[fx.Node]) -> frozenset[fx.Node]:
-    """Values computed from `roots` alone (at least one of them)."""
+    """Values computed from `roots` alone, or from nothing."""
     out = set(roots)
     for node in graph.nodes:
-        if node.op == "call_function" and node.all_input_nodes and all(a in out for a in node.all_input_nodes):
+        if node.op == "call_function" and all(a in out for a in node.all_input_nodes):
             out.add(node)
     return frozenset(out)

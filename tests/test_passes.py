@@ -1,0 +1,161 @@
+"""Cutting and recomputing leave values as they are: run(pass(g)) == run(g)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import tiny
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from dtrain.mesh import Groups, simulate
+from dtrain.program import passes
+from dtrain.program.lower import Graph, Segment
+
+WRT = ("x", "params:w", "params:b")
+INPUTS = ("x", "params:w", "params:b", "grad")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def joint() -> fx.GraphModule:
+    """y = relu(x @ exp(w)) * (b + 1) twice over, with its gradients."""
+
+    def fn(x: Tensor, w: Tensor, b: Tensor, grad: Tensor) -> list[Tensor]:
+        leaves = [t.detach().requires_grad_() for t in (x, w, b)]
+        y = torch.relu(leaves[0] @ leaves[1].exp()) * (leaves[2] + 1)
+        y = torch.sin(y @ leaves[1].exp()) + torch.arange(4.0)
+        return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+
+    return make_fx(fn)(torch.ones(3, 4), torch.ones(4, 4), torch.ones(4), torch.ones(3, 4))
+
+
+def run(cut: passes.Cut, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    out = cut.module(*[given[k] for k in cut.inputs])
+    return dict(zip(cut.outputs, out, strict=True))
+
+
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
+@pytest.mark.parametrize("halves", [False, True], ids=["B", "I+W"])
+def test_the_parts_compute_what_the_whole_does(remat: str, halves: bool) -> None:
+    g = torch.Generator().manual_seed(0)
+    values = [torch.randn(3, 4, generator=g), *(torch.randn(*s, generator=g) for s in ((4, 4), (4,), (3, 4)))]
+    given = dict(zip(INPUTS, values, strict=True))
+    whole = joint()
+    want = dict(zip(("y", *(f"grad:{w}" for w in WRT)), whole(*values), strict=True))
+    cuts = passes.split_joint(whole.graph, INPUTS, WRT, passes.policy(remat))
+    got = run(cuts["forward"], given)
+    kept = given | got
+    for name in ("backward_input", "backward_weight") if halves else ("backward",):
+        out = run(cuts[name], kept)
+        kept |= out
+        got |= out
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
+def saved(remat: str) -> list[str]:
+    cut = passes.split_joint(joint().graph, INPUTS, WRT, passes.policy(remat))["forward"]
+    assert [n for n in cut.outputs if n != "y"] == [f"saved:{i}" for i in range(len(cut.outputs) - 1)]
+    return [passes.op_name(n) for n in passes.results_of(cut.module.graph)[1:]]
+
+
+def test_what_is_saved() -> None:
+    assert saved("full") == []
+    assert saved("selective") == ["mm", "mm"]  # products with a weight; relu, sin and the rest are computed again
+    none = saved("none")
+    assert {"relu", "mm"} <= set(none)
+    assert not {"exp", "arange", "permute", "t", "transpose"} & set(none)  # these need parameters only, or nothing
+
+
+def test_the_halves_do_no_product_twice() -> None:
+    cuts = passes.split_joint(joint().graph, INPUTS, WRT, passes.policy("none"))
+    products = {k: sum(passes.op_name(n) == "mm" for n in c.module.graph.nodes) for k, c in cuts.items()}
+    assert products["backward"] == 4  # two for x, two for w
+    assert products["backward_input"] == products["backward_weight"] == 2
+    assert cuts["backward_input"].outputs[0] == "grad:x"
+    assert cuts["backward_weight"].outputs == ("grad:params:w", "grad:params:b")
+
+
+def test_only_inputs_that_are_read_are_inputs() -> None:
+    cuts = passes.split_joint(joint().graph, INPUTS, WRT, passes.policy("none"))
+    assert cuts["forward"].inputs == ("x", "params:w", "params:b")
+    assert "grad" in cuts["backward"].inputs
+    full = passes.split_joint(joint().graph, INPUTS, WRT, passes.policy("full"))
+    assert set(full["backward"].inputs) == set(INPUTS)
+
+
+def test_recomputation_stands_before_its_reader() -> None:
+    """Late: what backward computes again is not all alive at its beginning."""
+    cut = passes.split_joint(joint().graph, INPUTS, WRT, passes.policy("full"))["backward"]
+    order = [n for n in cut.module.graph.nodes if n.op == "call_function"]
+    for node in order:
+        for a in node.all_input_nodes:
+            assert a.op == "placeholder" or order.index(a) < order.index(node)
+    readers = {n: min(order.index(u) for u in n.users if u in order) for n in order if any(u in order for u in n.users)}
+    exp = [n for n in order if passes.op_name(n) == "exp"]
+    assert max(readers[n] - order.index(n) for n in exp) < len(order) - 1
+
+
+def test_names_of_groups() -> None:
+    graph = tiny.segment("llama", "block", "tp2").graphs["forward"].module.graph
+    nodes = [n for n in graph.nodes if passes.is_collective(n)]
+    assert {passes.group_of(n) for n in nodes} == {"tp"}
+    assert not any(passes.is_collective(n) for n in graph.nodes if passes.op_name(n) == "wait_tensor")
+
+
+# ----------------------------------------------------------------------------------------- on a real segment
+
+
+def call(graph: Graph, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return dict(zip(graph.outputs, graph.module(*[given[k] for k in graph.inputs]), strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("name", ["block", "head"])
+def test_every_policy_and_cut_of_a_segment_gives_the_same_bits(family: str, name: str) -> None:
+    """On two simulated ranks: forward, and backward in one or two parts, under every recompute policy."""
+    parts = {r: tiny.segment(family, name, "tp2", (f"run.remat={r}",)) for r in ("none", "selective", "full")}
+    mesh = tiny.make(family, "tp2").job.mesh
+
+    def work(rank: int, groups: Groups) -> list[dict[str, Tensor]]:
+        results = []
+        for part in parts.values():
+            given = example(part, rank)
+            forward = call(part.graphs["forward"], given)
+            kept = given | forward
+            whole = call(part.graphs["backward"], kept)
+            first = call(part.graphs["backward_input"], kept)
+            second = call(part.graphs["backward_weight"], kept | first)
+            results += [{"y": forward["y"], **whole}, {"y": forward["y"], **first, **second}]
+        return results
+
+    for first, *others in simulate(mesh, ["tp"], work):
+        assert first["y"].isfinite().all() and first["grad:x"].abs().max() > 0
+        for other in others:
+            for key, value in first.items():
+                assert torch.equal(other[key], value), key
+
+
+def example(part: Segment, rank: int) -> dict[str, Tensor]:
+    """Something for every input of a segment's graphs."""
+    g = torch.Generator().manual_seed(rank)
+    out: dict[str, Tensor] = {}
+    for kind in ("forward", "backward"):
+        graph = part.graphs[kind]
+        for key, hole in zip(graph.inputs, graph.module.graph.find_nodes(op="placeholder"), strict=True):
+            if key.startswith("saved") or key in out:
+                continue
+            shape, dtype = hole.meta["val"].shape, hole.meta["val"].dtype
+            if key == "at:tp":
+                out[key] = torch.tensor(rank)
+            elif dtype == torch.int64:
+                out[key] = torch.randint(2, shape, generator=torch.Generator().manual_seed(0))
+            else:
+                out[key] = torch.rand(shape, generator=g, dtype=dtype) + (key.startswith("count"))
+    return out
