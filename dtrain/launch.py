@@ -427,10 +427,11 @@ def _look(w: _Watched) -> None:
     now, seen = time.monotonic(), watch.beats(w.folder)
     if w.killed_at is None:
         for rank, b in seen.items():
-            code = _exit_code(b.pid)
-            # Elastic may have collected it between two looks: then it knows the code, and is asked in the
-            # end.
-            gone = code is None and b.phase != "done" and not watch.alive(b.pid)
+            # In this order: one that dies in between is seen at the next look. Elastic may have collected it
+            # between two looks: then it knows the code, and is asked in the end.
+            ended = not watch.alive(b.pid)
+            code = _exit_code(b.pid) if ended else None
+            gone = ended and code is None and b.phase != "done"
             if (code or gone) and rank not in w.ended and not (w.folder / f"rank{rank}.json").exists():
                 w.ended[rank] = watch.death(rank, now - POLL_S, code)
     found = [*watch.reports(w.folder), *w.ended.values()]

@@ -7,7 +7,7 @@ it asks for is recorded in the graph with the model line that asked (`node.meta[
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -76,14 +76,20 @@ def show(tracing: Tracing, spec: str) -> str:
     """`batch res_seq embed` -> `batch/dp res_seq/tp embed`."""
     axes, summed = parse(spec)
     table = inherit(tracing.rules)
-    return notation(axes, split(axes, table, spec), [d for a in summed for d in table.get(a, ())])
+    cut = tuple(_each(dims) for dims in split(axes, table, spec))
+    return notation(axes, cut, _each(d for a in summed for d in table.get(a, ())))
+
+
+def _each(dims: Iterable[str]) -> tuple[str, ...]:
+    """Mesh dims one by one where several are traced as one (`dp.fsdp`)."""
+    return tuple(d for dim in dims for d in dim.split("."))
 
 
 def describe(dims: tuple[str, ...], x: Placements, ndim: int) -> str:
     """Placements of an arbitrary tensor, by position: `0/dp 1/tp 2` and `+tp`."""
     cut = [[d for d, p in zip(dims, x, strict=True) if isinstance(p, Shard) and p.dim == i] for i in range(ndim)]
-    words = [str(i) + "".join(f"/{d}" for d in used) for i, used in enumerate(cut)]
-    return " ".join(words + [f"+{d}" for d, p in zip(dims, x, strict=True) if p.is_partial()])
+    words = [str(i) + "".join(f"/{d}" for d in _each(used)) for i, used in enumerate(cut)]
+    return " ".join(words + [f"+{d}" for d in _each(d for d, p in zip(dims, x, strict=True) if p.is_partial())])
 
 
 def wrap(local: Tensor, mesh: DeviceMesh, where: Placements) -> DTensor:

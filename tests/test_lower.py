@@ -190,7 +190,7 @@ def test_tied_ends_of_a_pipeline_sum_their_gradients() -> None:
 
 def test_every_collective_has_the_line_that_asked_for_it() -> None:
     for family in FAMILIES:
-        for part in tiny.program(family, "dp2 tp2").segments.values():
+        for part in tiny.program(family, "pp2 dp2 tp2").segments.values():
             for kind in ("forward", "backward", "backward_input", "backward_weight"):
                 for node in part.graphs[kind].module.graph.nodes:
                     if passes.is_collective(node):
@@ -200,7 +200,7 @@ def test_every_collective_has_the_line_that_asked_for_it() -> None:
 # ---------------------------------------------------------------------------------- one text for all ranks and layers
 
 
-MESHES = ("tp2", "dp2 tp2", "pp2 dp2 tp2")
+MESHES = ("tp2", "dp2", "pp2 dp2 tp2")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain import layout, plan
-from dtrain.mesh import Mesh, fake_mesh
+from dtrain.mesh import fake_mesh
 from dtrain.program import lower as lower_module
 from dtrain.program import passes
 from dtrain.program.lower import Graph, Job, Program, Segment, lower
@@ -65,7 +65,7 @@ def segment(family: str, name: str, mesh: str, more: tuple[str, ...] = ()) -> Se
 
 
 def lower_segment(job: Job, name: str) -> Segment:
-    inner = Mesh(tuple((d, job.mesh.size(d)) for d in job.trace_dims))
+    inner = job.trace_mesh
     with fake_mesh(inner, job.trace_dims) as mesh:
         return lower_module._lower_segment(job, name, lower_module.store_tree(job)[name], mesh)
 

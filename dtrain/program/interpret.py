@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dtrain import storage
-from dtrain.mesh import Groups, Mesh
+from dtrain.mesh import Groups, Mesh, flat_index
 from dtrain.program.lower import Program, Segment
 from dtrain.program.schedule import Action
 from dtrain.storage import Stored
@@ -146,7 +146,9 @@ def run(
     slots = _Slots()
     wide = torch.float64 if job.dtype == torch.float64 else torch.float32
     loss = torch.zeros((), dtype=wide, device=device)
-    fixed: dict[str, Tensor] = {f"at:{d}": _number(i, device) for d, i in place.at.items()}
+    fixed: dict[str, Tensor] = {
+        f"at:{d}": _number(flat_index(place.mesh, d.split("."), place.at), device) for d in job.trace_dims
+    }
     fixed |= {f"count:{k}": v.to(device, wide) for k, v in step.counts.items()}
     fixed |= {"seed": _number(step.seed, device), "step": _number(step.number, device)}
     batches: dict[int, Mapping[str, Tensor]] = {}

@@ -37,7 +37,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from dtrain import storage
 from dtrain.axes import ALONE, AxesError, On, Param, ParamTree, Rules, inherit, padded, parse, split
-from dtrain.mesh import Mesh, fake_mesh
+from dtrain.mesh import Mesh, fake_mesh, flat_index
 from dtrain.program import passes
 from dtrain.program.passes import Cut
 from dtrain.rng import Key
@@ -82,8 +82,23 @@ class Job:
 
     @property
     def trace_dims(self) -> tuple[str, ...]:
-        """Mesh dims that cut computation."""
-        return self.mesh.ordered(d for d in self.mesh.dims if d != "pp")
+        """The dims that segments are traced on: those that cut computation, with the ones that cut only the
+        batch taken as one, `dp.fsdp` (DTensor's work grows exponentially with the number of dims)."""
+        table = inherit(self.compute)
+        data = self.mesh.ordered(table.get("batch", ()))
+        others = self.mesh.ordered(d for d in self.mesh.dims if d != "pp" and d not in data)
+        return ((".".join(data),) if data else ()) + others
+
+    @property
+    def trace_mesh(self) -> Mesh:
+        """The mesh of `trace_dims`."""
+        return Mesh(tuple((d, self.mesh.product(d.split("."))) for d in self.trace_dims))
+
+    @property
+    def trace_rules(self) -> Rules:
+        """The compute rules in terms of `trace_dims`."""
+        data = ".".join(self.mesh.ordered(inherit(self.compute).get("batch", ())))
+        return {**self.compute, "batch": (data,) if data else ()}
 
 
 @dataclass(frozen=True)
@@ -186,11 +201,12 @@ def lower(job: Job, rank: int = 0) -> Program:
     started = time.perf_counter()
     stored = store_tree(job)
     coordinates = job.mesh.coordinates(rank)
-    inner = Mesh(tuple((d, job.mesh.size(d)) for d in job.trace_dims))
+    inner = job.trace_mesh
+    place_inside = {d: flat_index(job.mesh, d.split("."), coordinates) for d in job.trace_dims}
     segments = {}
     with (
         forgetting_meshes() if rank else nullcontext(),
-        fake_mesh(inner, job.trace_dims, inner.rank(coordinates)) as mesh,
+        fake_mesh(inner, job.trace_dims, inner.rank(place_inside)) as mesh,
     ):
         for name in SEGMENTS:
             segments[name] = _lower_segment(job, name, stored[name], mesh)
@@ -346,7 +362,7 @@ def _trace(
     dims: tuple[str, ...] = ()
     tracing = None
     if mesh is not None:
-        tracing = Tracing(mesh, job.compute, coordinates, model)
+        tracing = Tracing(mesh, job.trace_rules, coordinates, model)
         on, dims = on_mesh(tracing, found["asked"]), tracing.dims
 
     def lift(local: Tensor, where: Any) -> Tensor:
@@ -399,7 +415,7 @@ def _unwrap(x: Tensor) -> Tensor:
 
 def _check_result(job: Job, name: str, y: Tensor, where: Any, dims: tuple[str, ...]) -> None:
     if name == "head":
-        table = inherit(job.compute)
+        table = inherit(job.trace_rules)
         partial = {d for axis in ("batch", "seq") for d in table.get(axis, ())}
         want = placements(dims, (), tuple(partial))
     else:
@@ -441,7 +457,7 @@ def _sums(job: Job, segment: str, name: str, s: Stored, partial: tuple[str, ...]
     tied = {p.tied_to for ps in tree.values() for p in ps.values() if p.tied_to}
     if job.tied_across is not None and (s.param.tied_to or f"{segment}/{name}" in tied):
         extra.append("pp@" + "+".join(str(c) for c in job.tied_across))
-    return Sums(partial, tuple(extra))
+    return Sums(tuple(d for dim in partial for d in dim.split(".")), tuple(extra))
 
 
 # ------------------------------------------------------------------------------------------------ whose fault
