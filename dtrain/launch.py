@@ -355,6 +355,7 @@ class _Watched:
 
     folder: Path
     limits: Mapping[str, float]
+    children: dict[int, multiprocessing.process.BaseProcess] = field(default_factory=dict)
     signals: list[int] = field(default_factory=list)  # received by this process
     told: set[int] = field(default_factory=set)  # ranks that the signal was passed to
     ended: dict[int, watch.Report] = field(default_factory=dict)  # died without a report
@@ -425,12 +426,12 @@ def _many(layout: Layout, quiet: bool, work: Work) -> int:
 def _look(w: _Watched) -> None:
     """One look at the ranks: who died, who failed, who is late; and pass a signal on."""
     now, seen = time.monotonic(), watch.beats(w.folder)
+    w.children |= {p.pid: p for p in multiprocessing.active_children() if p.pid is not None}
     if w.killed_at is None:
         for rank, b in seen.items():
-            # In this order: one that dies in between is seen at the next look. Elastic may have collected it
-            # between two looks: then it knows the code, and is asked in the end.
+            # The process object keeps the code, whoever collected the child: this thread or elastic's.
             ended = not watch.alive(b.pid)
-            code = _exit_code(b.pid) if ended else None
+            code = w.children[b.pid].exitcode if ended and b.pid in w.children else None
             gone = ended and code is None and b.phase != "done"
             if (code or gone) and rank not in w.ended and not (w.folder / f"rank{rank}.json").exists():
                 w.ended[rank] = watch.death(rank, now - POLL_S, code)
@@ -453,19 +454,6 @@ def _look(w: _Watched) -> None:
                 w.told.add(rank)
 
 
-def _exit_code(pid: int) -> int | None:
-    """How a child ended, minus the signal for a killed one, without collecting it; None while it runs."""
-    if not hasattr(os, "waitid"):
-        return None
-    try:
-        info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return None
-    if info is None:
-        return None
-    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
-
-
 def _should_end(w: _Watched) -> bool:
     """Whether the ranks still there are to be killed: a grace time after a failure, at once on a second
     signal."""
@@ -485,7 +473,9 @@ def _conclude(layout: Layout, w: _Watched, outcome: list[BaseException]) -> int:
         received = w.signals or [b.signal for b in seen.values() if b.signal]
         return 128 + received[0] if received else FINISHED
     said = _elastic_failures(outcome)
-    ended = [replace(said.get(rank, r), at=r.at) for rank, r in w.ended.items()]
+    # Asked again: while another thread was collecting the child, its code was not known yet.
+    codes = {rank: w.children[b.pid].exitcode for rank, b in seen.items() if b.pid in w.children}
+    ended = [watch.death(rank, r.at, codes.get(rank)) for rank, r in w.ended.items()]
     found = [*watch.reports(w.folder), *ended, *([w.hang] if w.hang else [])]
     found = found or list(said.values())
     logs = {int(p.parent.name): p.read_text(errors="replace") for p in w.folder.rglob("stderr.log")}
