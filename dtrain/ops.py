@@ -407,6 +407,20 @@ _attention.register_autograd(_differentiate, setup_context=_save)
 # --- loss ---
 
 
+def in_chunks(loss: Callable[..., Tensor], chunks: int, *xs: Tensor) -> Tensor:
+    """The sum of `loss(*pieces)` over `chunks` equal pieces along `seq`, position 1 of every x: what `loss` makes on
+    its way (scores of a whole vocabulary) exists for one piece at a time, if its backward follows at once.
+
+    Raises OpError where the sequence does not divide.
+    """
+    if xs[0].shape[1] % chunks:
+        raise OpError(f"a sequence of {xs[0].shape[1]} tokens cannot be cut into {chunks} equal chunks")
+    if chunks == 1:
+        return loss(*xs)
+    parts = zip(*(x.split(x.shape[1] // chunks, 1) for x in xs), strict=True)
+    return torch.stack([loss(*part) for part in parts]).sum()
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, here: Here, vocab: int) -> Tensor:

@@ -8,7 +8,7 @@ Shapes: B batch, S seq, E embed, H heads, K head_dim, M mlp, V vocab.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -57,6 +57,7 @@ class Config:
     norm_eps: float = 1e-12
     init_std: float = 0.02
     attention: str = "auto"
+    loss_chunks: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mlp", self.mlp or 4 * self.embed)
@@ -208,8 +209,11 @@ def block(cfg: Config, p: Mapping[str, Tensor], x: Tensor, batch: Mapping[str, T
     return x if pre else norm(x, "norm_mlp")
 
 
-def _heads(cfg: Config, p: Mapping[str, Tensor], x: Tensor, on: On) -> tuple[Tensor, Tensor]:
-    """Scores of every token (`batch seq vocab`) and of the sentence pair (`batch classes`)."""
+def _heads(
+    cfg: Config, p: Mapping[str, Tensor], x: Tensor, on: On
+) -> tuple[Tensor, Callable[[Tensor], Tensor], Tensor]:
+    """The transformed last activation (`batch seq embed`), what makes scores of every token of it (`batch seq vocab`),
+    and the scores of the sentence pair (`batch classes`)."""
     w = {name: on.gather(t) for name, t in p.items()}
     if cfg.norm == "pre":
         x = ops.layer_norm(x, w["norm"], w["norm_bias"], cfg.norm_eps)
@@ -229,18 +233,19 @@ def _heads(cfg: Config, p: Mapping[str, Tensor], x: Tensor, on: On) -> tuple[Ten
     h = on.island(transform, (ACT, "embed embed_out"), "batch res_seq embed_out")(x, w["w_mlm"])
     h = ops.gelu(h + w["b_mlm"])
     h = ops.layer_norm(h, w["norm_mlm"], w["norm_mlm_bias"], cfg.norm_eps)
-    tokens = on.constrain(h, "batch seq embed") @ rearrange(w["table"], "v e -> e v") + w["b_vocab"]
-    return tokens, order
+    table = rearrange(w["table"], "v e -> e v")
+    return on.constrain(h, "batch seq embed"), lambda h: h @ table + w["b_vocab"], order
 
 
 def logits(cfg: Config, p: Mapping[str, Tensor], x: Tensor, on: On) -> Tensor:
     """The last activation -> scores of every token, `batch seq vocab`."""
-    return _heads(cfg, p, x, on)[0]
+    h, scores, _ = _heads(cfg, p, x, on)
+    return scores(h)
 
 
 def order_logits(cfg: Config, p: Mapping[str, Tensor], x: Tensor, on: On) -> Tensor:
     """The last activation -> scores of the sentence pair's classes, `batch classes`."""
-    return _heads(cfg, p, x, on)[1]
+    return _heads(cfg, p, x, on)[2]
 
 
 def head_and_loss(
@@ -263,8 +268,12 @@ def head_and_loss(
         loss = -picked.masked_fill(order < 0, 0.0).sum() / counts["sop"]
         return loss * (here.offset("seq") == 0)  # counted once where `seq` is split
 
-    tokens, order = _heads(cfg, p, x, on)
-    mlm = on.island(token_loss, ("batch seq vocab", "batch seq"), "+batch +seq")(tokens, batch["labels"])
+    h, scores, order = _heads(cfg, p, x, on)
+
+    def chunk(h: Tensor, labels: Tensor) -> Tensor:
+        return on.island(token_loss, ("batch seq vocab", "batch seq"), "+batch +seq")(scores(h), labels)
+
+    mlm = ops.in_chunks(chunk, cfg.loss_chunks, h, batch["labels"])
     sop = on.island(order_loss, ("batch classes", "batch", "batch seq"), "+batch +seq")(
         order, batch["order"], batch["labels"]
     )

@@ -42,6 +42,7 @@ class Config:
     norm_eps: float = 1e-5
     init_std: float = 0.02
     attention: str = "auto"
+    loss_chunks: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mlp", self.mlp or 4 * self.embed)
@@ -165,11 +166,17 @@ def block(cfg: Config, p: Mapping[str, Tensor], x: Tensor, batch: Mapping[str, T
     return x + _dropout(cfg, o, batch, key, "mlp_residual", on)
 
 
+def _last(cfg: Config, p: Mapping[str, Tensor], x: Tensor, on: On) -> tuple[Tensor, Tensor]:
+    """The last activation, normed (`batch seq embed`), and the head's table (`embed vocab`)."""
+    w = {name: on.gather(t) for name, t in p.items()}
+    h = on.constrain(ops.layer_norm(x, w["norm"], w["norm_bias"], cfg.norm_eps), "batch seq embed")
+    return h, rearrange(w["table"], "v e -> e v")
+
+
 def logits(cfg: Config, p: Mapping[str, Tensor], x: Tensor, on: On) -> Tensor:
     """The last activation -> scores of every token, `batch seq vocab`."""
-    w = {name: on.gather(t) for name, t in p.items()}
-    h = ops.layer_norm(x, w["norm"], w["norm_bias"], cfg.norm_eps)
-    return on.constrain(h, "batch seq embed") @ rearrange(w["table"], "v e -> e v")
+    h, table = _last(cfg, p, x, on)
+    return h @ table
 
 
 def head_and_loss(
@@ -183,7 +190,12 @@ def head_and_loss(
 ) -> Tensor:
     """The sum of -log p(label) over this batch's valid tokens, divided by `counts["tokens"]`: nats, 0-dim."""
 
+    h, table = _last(cfg, p, x, on)
+
     def loss(here: Here, logits: Tensor, labels: Tensor) -> Tensor:
         return ops.cross_entropy(here, logits, labels, cfg.vocab).sum() / counts["tokens"]
 
-    return on.island(loss, ("batch seq vocab", "batch seq"), "+batch +seq")(logits(cfg, p, x, on), batch["labels"])
+    def chunk(h: Tensor, labels: Tensor) -> Tensor:
+        return on.island(loss, ("batch seq vocab", "batch seq"), "+batch +seq")(h @ table, labels)
+
+    return ops.in_chunks(chunk, cfg.loss_chunks, h, batch["labels"])

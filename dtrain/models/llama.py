@@ -41,6 +41,7 @@ class Config:
     norm_eps: float = 1e-5
     init_std: float = 0.02
     attention: str = "auto"
+    loss_chunks: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
@@ -122,11 +123,17 @@ def block(cfg: Config, p: Mapping[str, Tensor], x: Tensor, batch: Mapping[str, T
     return x + on.constrain(m, ACT)
 
 
-def logits(cfg: Config, p: Mapping[str, Tensor], x: Tensor, on: On) -> Tensor:
-    """The last activation -> scores of every token, `batch seq vocab`."""
+def _last(cfg: Config, p: Mapping[str, Tensor], x: Tensor, on: On) -> tuple[Tensor, Tensor]:
+    """The last activation, normed (`batch seq embed`), and the head's table (`embed vocab`)."""
     w = {name: on.gather(t) for name, t in p.items()}
     h = on.constrain(ops.rms_norm(x, w["norm"], cfg.norm_eps), "batch seq embed")
-    return h @ rearrange(w["table"], "v e -> e v")
+    return h, rearrange(w["table"], "v e -> e v")
+
+
+def logits(cfg: Config, p: Mapping[str, Tensor], x: Tensor, on: On) -> Tensor:
+    """The last activation -> scores of every token, `batch seq vocab`."""
+    h, table = _last(cfg, p, x, on)
+    return h @ table
 
 
 def head_and_loss(
@@ -140,7 +147,12 @@ def head_and_loss(
 ) -> Tensor:
     """The sum of -log p(label) over this batch's valid tokens, divided by `counts["tokens"]`: nats, 0-dim."""
 
+    h, table = _last(cfg, p, x, on)
+
     def loss(here: Here, logits: Tensor, labels: Tensor) -> Tensor:
         return ops.cross_entropy(here, logits, labels, cfg.vocab).sum() / counts["tokens"]
 
-    return on.island(loss, ("batch seq vocab", "batch seq"), "+batch +seq")(logits(cfg, p, x, on), batch["labels"])
+    def chunk(h: Tensor, labels: Tensor) -> Tensor:
+        return on.island(loss, ("batch seq vocab", "batch seq"), "+batch +seq")(h @ table, labels)
+
+    return ops.in_chunks(chunk, cfg.loss_chunks, h, batch["labels"])
