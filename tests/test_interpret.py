@@ -57,7 +57,7 @@ def run_step(
             1, 0, local, counts, torch.ones(()), lambda grads, loss: seen.update(grads), functools.partial(watch, rank)
         )
         actions = (made.evaluate if evaluate else made.train)[place.at.get("pp", 0)]
-        loss = interpret.run(program, calls, place, weights, actions, step)
+        loss = interpret.run(interpret.bind(program, calls, place, actions), weights, step)
         return place, loss, seen
 
     return simulate(made.job.mesh, sorted(names), work)
@@ -69,8 +69,8 @@ def slots(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
     found: dict[int, Any] = {}
     right = interpret._Slots
 
-    def make() -> Any:
-        found[threading.get_ident()] = made = right()
+    def make(*args: Any) -> Any:
+        found[threading.get_ident()] = made = right(*args)
         return made
 
     monkeypatch.setattr(interpret, "_Slots", make)
@@ -223,3 +223,31 @@ def test_one_process_needs_no_groups() -> None:
     ((place, loss, grads),) = run_step(key, lambda *a: None)
     assert place.mesh == Mesh(()) and float(loss) > 0
     assert grads.keys() == owned(tiny.program(*key), place.units).keys()
+
+
+def test_a_gradient_becomes_its_own_sum_only_where_its_memory_is_its_own() -> None:
+    """A graph may return a tensor twice, a view of an input, or a piece of something larger."""
+    given, whole = torch.ones(2), torch.arange(4.0)
+    fresh, twice, half = torch.ones(2), torch.ones(2), torch.ones(2, dtype=torch.bfloat16)
+    out = [fresh, twice, twice, given.view(2), whole[:2], half]
+    busy = interpret._addresses([given]) + interpret._addresses(out)
+    keys = ["fresh", "twice", "again", "input", "piece", "bf16"]
+    sums: dict[Any, Tensor] = {}
+    interpret._accumulate(sums, keys, out, busy, torch.float32)
+    assert sums["fresh"] is fresh  # no copy
+    for key, x in zip(keys[1:], out[1:], strict=True):
+        assert sums[key].untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+        assert sums[key].dtype == torch.float32
+    more = [torch.full((2,), float(i)) for i in range(6)]
+    interpret._accumulate(sums, keys, more, busy, torch.float32)
+    assert [float(sums[k][1]) for k in keys] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert given.tolist() == [1.0, 1.0] and twice.tolist() == [1.0, 1.0] and whole.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_actions_that_differ_in_their_microbatch_share_what_is_bound() -> None:
+    made, program = tiny.make("llama", "", ("data.batch=8",)), tiny.program("llama", "", ("data.batch=8",))
+    place = Place(made.job.mesh, 0, {}, made.units[0])
+    bound = interpret.bind(program, uncompiled(program), place, made.train[0])
+    assert len(bound.ops) == len(made.train[0]) > 64
+    alike = {(a.kind, a.unit, a.mb < 0) for a in bound.actions}
+    assert len({id(op) for op in bound.ops}) == len(alike)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from dtrain.program import passes
-from dtrain.program.interpret import Calls, Place, Step, Weights, run, unit_path
+from dtrain.program.interpret import Calls, Place, Step, Weights, bind, run, unit_path
 from dtrain.program.lower import Graph, Program
 from dtrain.program.schedule import Action
 
@@ -72,7 +72,7 @@ def find(
     held = Weights(dict(weights.masters), dict(weights.rest))
     observed = replace(step, update=lambda grads, loss: None, watch=lambda position, action: current.append(action))
     with torch.no_grad():
-        run(program, replayed, place, held, actions, observed)
+        run(bind(program, replayed, place, actions), held, observed)
     return min(found, default=None)
 
 
