@@ -71,7 +71,7 @@ def test_what_is_gathered_and_reduced_early_follows_the_rules() -> None:
     assert ("REDUCE", True) not in kinds("fsdp2")
     assert ("REDUCE", True) in kinds("fsdp2", "shard.grads={embed: fsdp}")
     evaluated = {a.kind for a in tiny.make("llama", "pp2 fsdp2").evaluate[0]}
-    assert evaluated <= {"UNSHARD", "F", "SEND", "RECV", "FREE"}
+    assert evaluated <= {"UNSHARD", "WAIT", "F", "SEND", "RECV", "FREE"}
 
 
 def test_the_job_has_what_lowering_needs() -> None:

@@ -115,6 +115,7 @@ class Shard(Section):
 
 class Unshard(Section):
     keep: Literal["step", "forward", "use"] = "use"
+    prefetch: Whole = 1
 
 
 class Pipeline(Section):

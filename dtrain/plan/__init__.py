@@ -80,8 +80,11 @@ def plan(layout: Layout) -> Plan:
         gathered=gathered,
         reduce_each=_units_where(job, lambda s: s.grads > 0),
         tied=[(0, config.layers + 1)] if tied else [],
+        prefetched=layout.unshard.prefetch,
+        deferred=1,
     )
-    evaluate = forward_only(stages, owner, 1, keep=layout.unshard.keep, gathered=gathered)
+    ahead = layout.unshard.prefetch
+    evaluate = forward_only(stages, owner, 1, keep=layout.unshard.keep, gathered=gathered, prefetched=ahead)
     return Plan(
         layout,
         job,

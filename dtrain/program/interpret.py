@@ -133,6 +133,7 @@ class _Slots:
     weights: Weights
     fixed: tuple[Tensor, ...]
     loss: Tensor
+    flying: dict[tuple[str, int, int], Any] = field(default_factory=dict)  # started, not waited for
     params: dict[int, Sequence[Tensor]] = field(default_factory=dict)
     batches: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     act: dict[tuple[int, int], Any] = field(default_factory=dict)
@@ -309,6 +310,10 @@ def _op(a: Action, program: Program, calls: Calls, place: Place, units: Mapping[
             return _backward(units[a.unit], "backward_weight")
         case "REDUCE":
             return _reduce_early(units[a.unit]) if a.mb >= 0 else _reduce(units[a.unit])
+        case "WAIT" if a.what == "params":
+            return _unshard_wait(units[a.unit])
+        case "WAIT" if a.what == "grads":
+            return _reduce_early_wait(units[a.unit]) if a.mb >= 0 else _reduce_wait(units[a.unit])
     raise ValueError(f"{a} is no action of a list")
 
 
@@ -316,7 +321,16 @@ def _unshard(u: _Unit) -> Op:
     call = u.calls["unshard"]
 
     def op(s: _Slots, mb: int) -> None:
-        s.params[u.number] = call(*[s.weights.rest[p] for p in u.paths])
+        s.flying["params", u.number, -1] = call(*[s.weights.rest[p] for p in u.paths])
+
+    return op
+
+
+def _unshard_wait(u: _Unit) -> Op:
+    call = u.calls["unshard_wait"]
+
+    def op(s: _Slots, mb: int) -> None:
+        s.params[u.number] = call(*s.flying.pop(("params", u.number, -1)))
 
     return op
 
@@ -408,10 +422,19 @@ def _accumulate(
 
 def _reduce_early(u: _Unit) -> Op:
     call, keys = u.calls["reduce_early"], [(u.number, n) for n in u.segment.stored]
+
+    def op(s: _Slots, mb: int) -> None:
+        s.flying["grads", u.number, mb] = call(*[s.accumulated.pop(k) for k in keys])
+
+    return op
+
+
+def _reduce_early_wait(u: _Unit) -> Op:
+    call = u.calls["reduce_early_wait"]
     whole = [not s.grads for s in u.segment.stored.values()]  # what is not cut comes back as it was given
 
     def op(s: _Slots, mb: int) -> None:
-        parts = call(*[s.accumulated.pop(k) for k in keys])
+        parts = call(*s.flying.pop(("grads", u.number, mb)))
         if all(p in s.accumulated for p in u.paths):
             torch._foreach_add_([s.accumulated[p] for p in u.paths], list(parts))
             return
@@ -428,7 +451,16 @@ def _reduce(u: _Unit) -> Op:
     call = u.calls["reduce"]
 
     def op(s: _Slots, mb: int) -> None:
-        out = call(*[s.accumulated.pop(p) for p in u.owned])
+        s.flying["grads", u.number, -1] = call(*[s.accumulated.pop(p) for p in u.owned])
+
+    return op
+
+
+def _reduce_wait(u: _Unit) -> Op:
+    call = u.calls["reduce_wait"]
+
+    def op(s: _Slots, mb: int) -> None:
+        out = call(*s.flying.pop(("grads", u.number, -1)))
         s.reduced.update(zip(u.owned, out, strict=True))
 
     return op
