@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -139,38 +140,53 @@ def fake_mesh(mesh: Mesh, dims: tuple[str, ...], rank: int = 0) -> Iterator[Devi
 
 
 class _Meeting:
-    """Where the threads of one group exchange tensors."""
+    """Where the threads of one group exchange tensors. `patience` is how many seconds a member waits."""
 
-    def __init__(self, members: int, abort: threading.Event) -> None:
-        self.members, self.abort = members, abort
+    def __init__(self, name: str, ranks: Sequence[int], abort: threading.Event, patience: float = 300.0) -> None:
+        self.name, self.ranks, self.abort, self.patience = name, tuple(ranks), abort, patience
+        self.members = len(ranks)
         self.ready = threading.Condition()
         self.gone: set[int] = set()  # members whose work has ended
         self.slots: dict[int, dict[int, Any]] = {}
         self.results: dict[int, Any] = {}
         self.taken: dict[int, int] = {}
 
-    def exchange(self, turn: int, index: int, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
+    def put(self, turn: int, index: int, value: Any, combine: Callable[[list[Any]], Any]) -> None:
+        """A member's part of the group's collective number `turn`; the last one combines them all."""
         with self.ready:
             slot = self.slots.setdefault(turn, {})
             slot[index] = value
             if len(slot) == self.members:
                 self.results[turn] = combine([slot[i] for i in range(self.members)])
                 self.ready.notify_all()
-            while turn not in self.results:
-                self.wait_for({i for i in range(self.members) if i not in slot})
+
+    def take(self, turn: int) -> Any:
+        """The result, once all have put their part."""
+        with self.ready:
+            self.wait_until(
+                lambda: turn in self.results, lambda: {i for i in range(self.members) if i not in self.slots[turn]}
+            )
             result = self.results[turn]
             self.taken[turn] = self.taken.get(turn, 0) + 1
             if self.taken[turn] == self.members:
                 del self.slots[turn], self.results[turn], self.taken[turn]
             return result
 
-    def wait_for(self, missing: set[int]) -> None:
-        """Wait a while, holding `ready`; an error if a missing member will never come."""
-        if self.abort.is_set():
-            raise SimulationStoppedError
-        if missing & self.gone:
-            raise RuntimeError(f"member {min(missing & self.gone)} of a group ended while others wait for it")
-        self.ready.wait(timeout=1.0)
+    def wait_until(self, there: Callable[[], bool], missing: Callable[[], set[int]]) -> None:
+        """Wait, holding `ready`; an error if a missing member will never come, or not before patience ends."""
+        until = time.monotonic() + self.patience
+        while not there():
+            if self.abort.is_set():
+                raise SimulationStoppedError
+            left, gone = missing(), missing() & self.gone
+            if gone:
+                raise RuntimeError(f"member {min(gone)} of a group ended while others wait for it")
+            if time.monotonic() > until:
+                ranks = ", ".join(str(self.ranks[i]) for i in sorted(left))
+                raise RuntimeError(
+                    f"group {self.name}: waited {self.patience:g} s for rank {ranks}, which did not come"
+                )
+            self.ready.wait(timeout=1.0)
 
     def leave(self, index: int) -> None:
         with self.ready:
@@ -187,7 +203,9 @@ class _Done(dist.Work):
         return True
 
 
-class _Received(dist.Work):
+class _Pending(dist.Work):
+    """What is there when it has been waited for, and not before."""
+
     def __init__(self, take: Callable[[], None]) -> None:
         super().__init__()
         self.take = take
@@ -198,7 +216,9 @@ class _Received(dist.Work):
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    """One rank's end of a process group whose members are threads. Reductions go in rank order.
+    """One rank's end of a process group whose members are threads. Reductions go in rank order. As on a device, a
+    collective is started by its call and ended by the wait for it: until then its result is NaN (or the least
+    integer).
 
     torch 2.11 and 2.13 call the gather and the reduce-scatter by different names; both are here.
     """
@@ -214,26 +234,31 @@ class SimulatedGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802  (torch's name)
         return "simulated"
 
-    def _exchange(self, x: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> Tensor:
-        self.turn += 1
-        result: Tensor = self.meeting.exchange(self.turn, self.index, x.clone(), combine)
-        return result
+    def _start(
+        self, outs: list[Tensor], ins: list[Tensor], combine: Callable[[list[Tensor]], Tensor], scatter: bool = False
+    ) -> dist.Work:
+        first = self.turn + 1
+        for out, x in zip(outs, ins, strict=True):
+            self.turn += 1
+            self.meeting.put(self.turn, self.index, x.clone(), combine)
+            out.fill_(float("nan") if out.is_floating_point() else torch.iinfo(out.dtype).min)
+
+        def take() -> None:
+            for turn, out in enumerate(outs, first):
+                result = self.meeting.take(turn)
+                out.copy_(result.chunk(self.size())[self.index] if scatter else result)
+
+        return _Pending(take)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         combine = _maximum if opts is not None and opts.reduceOp == dist.ReduceOp.MAX else _total
-        for x in tensors:
-            x.copy_(self._exchange(x, combine))
-        return _Done()
+        return self._start(tensors, tensors, combine)
 
     def allgather_into_tensor_coalesced(self, outs: list[Tensor], ins: list[Tensor], opts: Any = None) -> dist.Work:
-        for out, x in zip(outs, ins, strict=True):
-            out.copy_(self._exchange(x, torch.cat))
-        return _Done()
+        return self._start(outs, ins, torch.cat)
 
     def reduce_scatter_tensor_coalesced(self, outs: list[Tensor], ins: list[Tensor], opts: Any = None) -> dist.Work:
-        for out, x in zip(outs, ins, strict=True):
-            out.copy_(self._exchange(x, _total).chunk(self.size())[self.index])
-        return _Done()
+        return self._start(outs, ins, _total, scatter=True)
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
@@ -247,14 +272,13 @@ class SimulatedGroup(dist.ProcessGroup):
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> dist.Work:
         def take() -> None:
             with self.meeting.ready:
-                while not self.mail.get((src, self.index)):
-                    self.meeting.wait_for({src})
+                self.meeting.wait_until(lambda: bool(self.mail.get((src, self.index))), lambda: {src})
                 sent = self.mail[src, self.index].popleft()
             if sent.shape != tensors[0].shape or sent.dtype != tensors[0].dtype:
                 raise RuntimeError(f"received {tuple(sent.shape)} {sent.dtype}, expected {tuple(tensors[0].shape)}")
             tensors[0].copy_(sent)
 
-        return _Received(take)
+        return _Pending(take)
 
 
 def _total(parts: list[Tensor]) -> Tensor:
@@ -271,16 +295,16 @@ def _maximum(parts: list[Tensor]) -> Tensor:
 Groups = Mapping[str, Any]
 
 
-def simulate(mesh: Mesh, names: Iterable[str], work: Callable[[int, Groups], T]) -> list[T]:
+def simulate(mesh: Mesh, names: Iterable[str], work: Callable[[int, Groups], T], patience: float = 300.0) -> list[T]:
     """Run `work(rank, groups)` on every rank of the mesh, each a thread, and return the results in rank order.
 
-    The first failure stops all ranks and is raised here.
+    The first failure stops all ranks and is raised here; a rank that waits `patience` seconds for others fails.
     """
     abort = threading.Event()
     meetings: dict[tuple[str, tuple[int, ...]], tuple[_Meeting, dict[tuple[int, int], deque[Tensor]]]] = {}
     for name in names:
         for members in all_groups(mesh, name):
-            meetings[name, members] = (_Meeting(len(members), abort), {})
+            meetings[name, members] = (_Meeting(name, members, abort, patience), {})
     results: dict[int, T] = {}
     failures: list[tuple[int, BaseException]] = []
 
@@ -319,7 +343,9 @@ def simulate(mesh: Mesh, names: Iterable[str], work: Callable[[int, Groups], T])
 def stand_ins(mesh: Mesh, names: Iterable[str]) -> Iterator[None]:
     """While open, the group names resolve to groups of the right size that nobody talks through: what the
     compiler needs to see."""
-    groups = {name: SimulatedGroup(0, _Meeting(group_size(mesh, name), threading.Event()), {}) for name in names}
+    groups = {
+        name: SimulatedGroup(0, _Meeting(name, range(group_size(mesh, name)), threading.Event()), {}) for name in names
+    }
     for name, group in groups.items():
         register_group(name, group)
     try:

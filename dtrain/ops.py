@@ -417,7 +417,7 @@ def in_chunks(loss: Callable[..., Tensor], chunks: int, *xs: Tensor) -> Tensor:
         raise OpError(f"a sequence of {xs[0].shape[1]} tokens cannot be cut into {chunks} equal chunks")
     if chunks == 1:
         return loss(*xs)
-    parts = zip(*(x.split(x.shape[1] // chunks, 1) for x in xs), strict=True)
+    parts = zip(*(torch.split(x, x.shape[1] // chunks, 1) for x in xs), strict=True)
     return torch.stack([loss(*part) for part in parts]).sum()
 
 

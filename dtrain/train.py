@@ -27,7 +27,7 @@ from dtrain.metrics import Log, say
 from dtrain.plan import Plan
 from dtrain.program import blame
 from dtrain.program.compile import Sharing, compile_program, uncompiled
-from dtrain.program.interpret import Calls, Place, Step, Weights, initial_weights, publish, run
+from dtrain.program.interpret import Bound, Calls, Place, Step, Weights, bind, initial_weights, publish, run
 from dtrain.program.lower import Program, lower
 from dtrain.program.update import Report, State, UpdateConfig, agree, all_reduce, counts_loss, make_update
 from dtrain.rank import Rank
@@ -41,16 +41,16 @@ class RunError(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """What stays the same from step to step on one rank. `judge` is the program for held-out text: without dropout;
-    `calls` and `judges` are what is called for each graph of the two."""
+    """What stays the same from step to step on one rank. `calls` are what is called for each graph of the program;
+    `steps` is its action list, and `judge` that of the program for held-out text: without dropout."""
 
     plan: Plan
     rank: Rank
     place: Place
     program: Program
     calls: Calls
-    judge: Program
-    judges: Calls
+    steps: Bound
+    judge: Bound
     source: data.Source
     config: UpdateConfig
     schedule: optim.Schedule
@@ -183,7 +183,9 @@ def prepare(plan: Plan, rank: Rank, source: data.Source, log: Log) -> Run:
         say(log, compiled.notice)
     work = f"{compiled.graphs} graphs compiled in {seconds:.1f} s" if compiled.graphs else "uncompiled"
     say(log, f"lowered in {program.seconds:.1f} s, {work}")
-    return Run(plan, rank, place, program, calls, judge, judges, source, update_config(lay), schedule(lay))
+    steps = bind(program, calls, place, compute)
+    judged = bind(judge, judges, place, plan.evaluate[place.at.get("pp", 0)])
+    return Run(plan, rank, place, program, calls, steps, judged, source, update_config(lay), schedule(lay))
 
 
 def without_dropout(config: Any) -> Any:
@@ -271,7 +273,7 @@ def _state(r: Run, masters: dict[str, Tensor]) -> State:
 
 def loop(r: Run, state: State, log: Log, done: int, record: Record | None) -> None:
     """Steps done + 1 to run.steps, or until a signal asks to stop."""
-    lay, lists = r.layout, r.plan.train[r.place.at.get("pp", 0)]
+    lay = r.layout
     skipped = record.skipped if record else 0
     valid = record.valid_loss if record else None
     held_out = HeldOut(r)
@@ -289,7 +291,7 @@ def loop(r: Run, state: State, log: Log, done: int, record: Record | None) -> No
             reports: list[Report] = []
             lr = optim.lr_at(r.schedule, number)
             update = make_update(r.program, r.place, state, r.config, lr, r.rank.stopping, reports.append)
-            run(r.program, r.calls, r.place, state.weights, lists, dataclasses.replace(step, update=update))
+            run(r.steps, state.weights, dataclasses.replace(step, update=update))
         report = reports[0]
         if empty:
             say(log, f"step {number}: no label in the whole batch is valid; the step has no gradient")
@@ -384,13 +386,12 @@ class HeldOut:
                 self.counts = {k: torch.stack([c[k] for c in each]).sum().clamp(min=1) for k in each[0]}
         total = torch.zeros((), dtype=torch.float64, device=r.place.device)
         one = torch.ones((), device=r.place.device)
-        actions = r.plan.evaluate[r.place.at.get("pp", 0)]
         for whole in self.batches:
             for mb in range(r.plan.microbatches):
                 piece = {k: v[mb * size : (mb + 1) * size] for k, v in whole.items()}
                 watch = lambda position, action: r.rank.beat(number, f"evaluate {action}")  # noqa: E731
                 step = Step(number, r.layout.run.seed, lambda mb, p=piece: p, self.counts, one, watch=watch)  # type: ignore[misc]
-                total += run(r.judge, r.judges, r.place, state.weights, actions, step)
+                total += run(r.judge, state.weights, step)
         return float(agree(r.place, [total if counts_loss(r.program, r.place) else 0.0])[0])
 
 

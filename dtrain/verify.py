@@ -18,7 +18,7 @@ from dtrain.mesh import Groups, simulate, stand_ins
 from dtrain.plan import Plan, rows
 from dtrain.plan import plan as make_plan
 from dtrain.program.compile import compile_program, missing_compiler, uncompiled
-from dtrain.program.interpret import Calls, Place, Step, initial_weights, owned, publish, run
+from dtrain.program.interpret import Calls, Place, Step, bind, initial_weights, owned, publish, run
 from dtrain.program.lower import Program, lower
 from dtrain.program.update import Report, State, UpdateConfig, make_update
 from dtrain.storage import Stored
@@ -61,6 +61,7 @@ def train(
 
     def work(rank: int, groups: Groups) -> tuple[Place, list[Report], list[dict[str, Tensor]], list[dict[str, Tensor]]]:
         place = Place(mesh, rank, groups, plan.units[mesh.coordinates(rank).get("pp", 0)])
+        bound = bind(program, calls, place, plan.train[place.at.get("pp", 0)])
         weights = publish(program, calls, place, initial_weights(program, place, seed))
         scale = optim.scale_init(config.scaling) if config.scaling else None
         state = State(weights, optim.init(list(weights.masters.values())), scale)
@@ -80,7 +81,7 @@ def train(
 
             scaled = state.scale["scale"] if state.scale else torch.ones(())
             step = Step(number, seed, local, counts[number - 1], scaled, observed)
-            run(program, calls, place, state.weights, plan.train[place.at.get("pp", 0)], step)
+            run(bound, state.weights, step)
             params.append({k: v.clone() for k, v in state.weights.masters.items()})
         return place, reports, grads, params
 

@@ -60,6 +60,7 @@ def programs(draw, trains=(True, True, True, False)):
     keep = draw(st.sampled_from(["step", "forward", "use"]))
     reduce_each = draw(st.frozensets(st.integers(0, units - 1)))
     train = draw(st.sampled_from(trains))
+    prefetched = draw(st.integers(0, 3))
     stages = unit_ranges(layers)
     if train:
         lists = actions(
@@ -70,9 +71,11 @@ def programs(draw, trains=(True, True, True, False)):
             gathered=gathered,
             reduce_each=reduce_each,
             tied=tied,
+            prefetched=prefetched,
+            deferred=draw(st.integers(0, 3)),
         )
     else:
-        lists = forward_only(stages, owner, microbatches, keep=keep, gathered=gathered)
+        lists = forward_only(stages, owner, microbatches, keep=keep, gathered=gathered, prefetched=prefetched)
     return Program(lists, units, microbatches, gathered, reduce_each, tied, train)
 
 
@@ -100,7 +103,12 @@ def run(program):
                     break
                 at[rank] += 1
                 if a.kind == "UNSHARD":
-                    here["params", u] = weights[u]
+                    here["gathering", u] = weights[u]
+                elif a.what == "params":
+                    here["params", u] = here.pop(("gathering", u))
+                elif a.what == "grads":
+                    into = "accum" if m >= 0 else "reduced"
+                    here[into, u] = here.get((into, u), 0) + here.pop(("reducing", u, m))
                 elif a.kind == "FREE":
                     del here["params", u]
                 elif a.kind == "F":
@@ -110,15 +118,13 @@ def run(program):
                 elif a.kind in ("B", "I"):
                     grad = here.pop(("grad", u, m)) if u < head else 1
                     here["grad", u - 1, m] = grad * here["params", u]
-                    here["wsaved", u, m] = grad * here.pop(("saved", u, m))
+                    here["wsaved", u, m] = grad * here.pop(("saved", u, m) if u < head else ("act", u - 1, m))
                 elif a.kind == "SEND":
                     wires.setdefault((rank, a.peer), deque()).append(here.pop((a.what, u, m)))
                 elif a.kind == "RECV":
                     here[a.what, u, m] = wires[a.peer, rank].popleft()
-                elif a.kind == "REDUCE" and m < 0:
-                    here["reduced", u] = here.pop(("accum", u))
                 elif a.kind == "REDUCE":
-                    here["accum", u] = here.get(("accum", u), 0) + here.pop(("partial", u))
+                    here["reducing", u, m] = here.pop(("accum" if m < 0 else "partial", u))
                 if a.kind in ("B", "W"):
                     assert ("params", u) in here
                     into = "partial" if u in program.reduce_each else "accum"
@@ -245,16 +251,25 @@ def test_mismatched_number():
         finish(lists)
 
 
+GATHERED = Action("WAIT", 0, what="params")
+REDUCED = Action("WAIT", 3, what="grads")
+
+
 @pytest.mark.parametrize(
     "rank, action, to, message",
     [
-        (0, Action("UNSHARD", 0), Action("F", 0, 0), r"F\(0, 0\) needs params\(0\), not made before"),
-        (0, Action("FREE", 0), Action("UNSHARD", 0), r"frees params\(0\) before anything has read it"),
+        (0, Action("UNSHARD", 0), Action("F", 0, 0), r"WAIT params\(0\) needs gathering\(0\), not made before"),
+        (0, GATHERED, Action("F", 0, 0), r"F\(0, 0\) needs params\(0\), still in flight: gathering\(0\)"),
+        (0, Action("FREE", 0), Action("UNSHARD", 0), r"FREE\(0\) needs params\(0\), still in flight"),
+        (0, Action("FREE", 0), GATHERED, r"frees params\(0\) before anything has read it"),
         (0, Action("B", 1, 1), Action("B", 0, 1), r"B\(0, 1\) needs grad\(0, 1\)"),
         (0, Action("SEND", mb=0, peer=1, **ACT), Action("F", 0, 0), r"needs act\(1, 0\), not made before"),
         (0, Action("RECV", mb=1, peer=1, **GRAD), Action("B", 1, 1), r"needs grad\(1, 1\), not made"),
         (1, Action("REDUCE", 3), Action("B", 3, 0), r"adds to accum\(3\) after its REDUCE"),
-        (1, Action("UPDATE"), Action("REDUCE", 3), r"UPDATE must be last"),
+        (1, Action("UPDATE"), Action("REDUCE", 3), r"UPDATE needs reduced\(3\), still in flight"),
+        (1, REDUCED, Action("UPDATE"), r"UPDATE needs reduced\(3\), still in flight"),
+        (1, REDUCED, Action("B", 3, 1), r"WAIT grads\(3\) needs reducing\(3\), not made before"),
+        (1, Action("UPDATE"), REDUCED, r"UPDATE must be last"),
     ],
 )
 def test_an_action_moved_to_the_wrong_place(rank, action, to, message):
@@ -269,10 +284,8 @@ def test_a_read_after_free():
     program = pipeline(gathered=(1,))
     lists = [list(todo) for todo in program.lists]
     first = lists[0].index(Action("FREE", 1))
-    lists[0].remove(Action("UNSHARD", 1))
-    lists[0].insert(0, Action("UNSHARD", 1))
     second = lists[0].index(Action("UNSHARD", 1), first)
-    del lists[0][second]
+    del lists[0][second : second + 2]
     with pytest.raises(Unordered, match=rf"needs params\(1\), freed at {first} FREE\(1\)"):
         program.check(lists)
 
@@ -280,9 +293,51 @@ def test_a_read_after_free():
 def test_a_buffer_written_while_in_use():
     program = pipeline()
     lists = [list(todo) for todo in program.lists]
-    lists[0].insert(1, Action("UNSHARD", 0))
-    with pytest.raises(Unordered, match=r"overwrites params\(0\), which is still in use"):
+    lists[0].insert(2, Action("UNSHARD", 0))
+    with pytest.raises(Unordered, match=r"UNSHARD\(0\) overwrites params\(0\), which is still in use"):
         program.check(lists)
+    lists[0][2], lists[0][1] = lists[0][1], lists[0][2]
+    with pytest.raises(Unordered, match=r"UNSHARD\(0\) overwrites gathering\(0\), which is still in use"):
+        program.check(lists)
+
+
+def early(microbatches=2):
+    """A list of one process whose unit 1 is reduced every microbatch."""
+    order = compute_order("1f1b", 1, 1, microbatches)
+    lists = actions(order, [range(3)], [0], keep="use", gathered={1}, reduce_each={1}, prefetched=1, deferred=1)
+    program = Program(lists, 3, microbatches, frozenset({1}), frozenset({1}), [], True)
+    program.check()
+    return program
+
+
+def without(program, *gone):
+    return [[a for a in program.lists[0] if a not in gone]]
+
+
+def test_faults_of_reductions_in_flight():
+    program = early()
+    first, last = (Action("WAIT", 1, mb, what="grads") for mb in (0, 1))
+    with pytest.raises(Unordered, match=r"adds to accum\(1\) after its REDUCE"):
+        program.check(moved(program, 0, last, to=Action("REDUCE", 1)))
+    with pytest.raises(Unordered, match=r"WAIT grads\(1, 0\) needs reducing\(1, 0\), not made before"):
+        program.check(moved(program, 0, first, to=Action("B", 2, 0)))
+    with pytest.raises(Unordered, match=r"UPDATE needs reduced\(1, 0\), still in flight"):
+        program.check(without(program, first))
+    with pytest.raises(Unordered, match=r"WAIT grads\(1, 0\) needs reducing\(1, 0\), freed at"):
+        program.check([[*program.lists[0][:-1], first, Action("UPDATE")]])
+
+
+def test_faults_of_gathers_in_flight():
+    program = early()
+    wait, gather = Action("WAIT", 1, what="params"), Action("UNSHARD", 1)
+    with pytest.raises(Unordered, match=r"F\(1, 0\) needs params\(1\), still in flight: gathering\(1\)"):
+        program.check(moved(program, 0, wait, to=Action("F", 1, 0)))
+    with pytest.raises(Unordered, match=r"overwrites gathering\(1\), which is still in use"):
+        program.check([[gather, *program.lists[0]]])
+    with pytest.raises(Unordered, match=r"ends with gathering\(1\) left over"):
+        program.check([[*program.lists[0][:-1], gather, Action("UPDATE")]])
+    with pytest.raises(Unordered, match=r"WAIT params\(1\) needs gathering\(1\)"):
+        program.check(without(program, gather))
 
 
 def test_leaks():
@@ -293,7 +348,7 @@ def test_leaks():
     with pytest.raises(Unordered, match=r"coordinate 0 ends with params\(0\) left over"):
         program.check(lists)
     del lists[0][lists[0].index(Action("REDUCE", 0))]
-    with pytest.raises(Unordered, match=r"accum\(0\), params\(0\) left over"):
+    with pytest.raises(Unordered, match=r"WAIT grads\(0\) needs reducing\(0\)"):
         program.check(lists)
 
 
@@ -316,9 +371,9 @@ def test_in_flight():
 
 def test_effects_of_the_ends():
     assert effects(Action("F", 0, 5), head=3).reads == (("params", 0, -1),)
-    assert effects(Action("F", 3, 5), head=3).writes == (("saved", 3, 5),)
+    assert effects(Action("F", 2, 5), head=3).writes == (("act", 2, 5), ("saved", 2, 5))
     assert effects(Action("F", 3, 5), head=3, train=False).writes == ()
-    assert effects(Action("B", 3, 5), head=3).frees == (("saved", 3, 5),)
+    assert effects(Action("B", 3, 5), head=3).frees == (("act", 2, 5),)  # loss and gradient in one
     assert effects(Action("B", 0, 5), head=3).writes == ()
     assert effects(Action("B", 0, 5), head=3).adds == (("accum", 0, -1),)
     assert effects(Action("B", 0, 5), head=3, reduce_each={0}).writes == (("partial", 0, -1),)

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,13 +15,14 @@ import tiny
 import torch
 from torch import Tensor
 
-from dtrain import storage, verify
+from dtrain import optim, storage, verify
 from dtrain.mesh import Groups, Mesh, simulate
 from dtrain.plan import rows
-from dtrain.program import interpret
+from dtrain.program import interpret, schedule
 from dtrain.program.compile import uncompiled
 from dtrain.program.interpret import Calls, Place, Step, initial_weights, owned, owns_for_norm, publish, unit_path
 from dtrain.program.schedule import Action
+from dtrain.program.update import UpdateConfig
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -57,7 +59,7 @@ def run_step(
             1, 0, local, counts, torch.ones(()), lambda grads, loss: seen.update(grads), functools.partial(watch, rank)
         )
         actions = (made.evaluate if evaluate else made.train)[place.at.get("pp", 0)]
-        loss = interpret.run(program, calls, place, weights, actions, step)
+        loss = interpret.run(interpret.bind(program, calls, place, actions), weights, step)
         return place, loss, seen
 
     return simulate(made.job.mesh, sorted(names), work)
@@ -69,8 +71,8 @@ def slots(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
     found: dict[int, Any] = {}
     right = interpret._Slots
 
-    def make() -> Any:
-        found[threading.get_ident()] = made = right()
+    def make(*args: Any) -> Any:
+        found[threading.get_ident()] = made = right(*args)
         return made
 
     monkeypatch.setattr(interpret, "_Slots", make)
@@ -110,7 +112,7 @@ def test_nothing_is_left_at_the_end(schedule: str, slots: dict[int, Any]) -> Non
     run_step(key, lambda *a: None)
     assert len(slots) == 4
     for s in slots.values():
-        assert not s.saved and not s.act and not s.grad and not s.accumulated and not s.params
+        assert not s.saved and not s.act and not s.grad and not s.accumulated and not s.params and not s.flying
 
 
 def test_saved_values_and_gathered_parameters_are_freed() -> None:
@@ -156,13 +158,14 @@ def test_free_drops_gathered_parameters(keep: str, slots: dict[int, Any]) -> Non
     peak: dict[int, int] = defaultdict(int)
 
     def watch(rank: int, position: int, action: Action) -> None:
-        held = set(slots[threading.get_ident()].params)
-        peak[rank] = max(peak[rank], len(held))
+        mine = slots[threading.get_ident()]
+        coming = {unit for what, unit, _ in mine.flying if what == "params"}
+        peak[rank] = max(peak[rank], len(set(mine.params) | coming))
         if action.kind in ("F", "B"):
-            assert action.unit in held
+            assert action.unit in mine.params
 
     run_step(key, watch)
-    assert peak[0] == {"step": 4, "forward": 4, "use": 1}[keep]
+    assert peak[0] == {"step": 4, "forward": 4, "use": 2}[keep]  # one is gathered ahead
 
 
 def test_watch_sees_every_action_before_it_runs() -> None:
@@ -183,7 +186,7 @@ def test_the_loss_is_on_the_last_stage_alone() -> None:
 def test_evaluation_keeps_nothing(slots: dict[int, Any]) -> None:
     key = ("llama", "fsdp2", ("unshard.keep=use",))
     run_step(key, lambda *a: None, evaluate=True)
-    assert all(not s.saved and not s.params for s in slots.values())
+    assert all(not s.saved and not s.params and not s.flying for s in slots.values())
 
 
 def test_paths_of_units() -> None:
@@ -223,3 +226,73 @@ def test_one_process_needs_no_groups() -> None:
     ((place, loss, grads),) = run_step(key, lambda *a: None)
     assert place.mesh == Mesh(()) and float(loss) > 0
     assert grads.keys() == owned(tiny.program(*key), place.units).keys()
+
+
+def test_a_gradient_becomes_its_own_sum_only_where_its_memory_is_its_own() -> None:
+    """A graph may return a tensor twice, a view of an input, or a piece of something larger."""
+    given, whole = torch.ones(2), torch.arange(4.0)
+    fresh, twice, half = torch.ones(2), torch.ones(2), torch.ones(2, dtype=torch.bfloat16)
+    out = [fresh, twice, twice, given.view(2), whole[:2], half]
+    busy = interpret._addresses([given]) + interpret._addresses(out)
+    keys = ["fresh", "twice", "again", "input", "piece", "bf16"]
+    sums: dict[Any, Tensor] = {}
+    interpret._accumulate(sums, keys, out, busy, torch.float32)
+    assert sums["fresh"] is fresh  # no copy
+    for key, x in zip(keys[1:], out[1:], strict=True):
+        assert sums[key].untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+        assert sums[key].dtype == torch.float32
+    more = [torch.full((2,), float(i)) for i in range(6)]
+    interpret._accumulate(sums, keys, more, busy, torch.float32)
+    assert [float(sums[k][1]) for k in keys] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert given.tolist() == [1.0, 1.0] and twice.tolist() == [1.0, 1.0] and whole.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_actions_that_differ_in_their_microbatch_share_what_is_bound() -> None:
+    made, program = tiny.make("llama", "", ("data.batch=8",)), tiny.program("llama", "", ("data.batch=8",))
+    place = Place(made.job.mesh, 0, {}, made.units[0])
+    bound = interpret.bind(program, uncompiled(program), place, made.train[0])
+    assert len(bound.ops) == len(made.train[0]) > 64
+    alike = {(a.kind, a.unit, a.mb < 0, a.what) for a in bound.actions}
+    assert len({id(op) for op in bound.ops}) == len(alike)
+
+
+def at_once(todo: tuple[Action, ...]) -> list[Action]:
+    """A list with the wait for every reduction directly after its start."""
+    waits = [a for a in todo if a.kind == "WAIT" and a.what == "grads"]
+    out: list[Action] = []
+    for a in todo:
+        if a not in waits:
+            out.append(a)
+        if a.kind == "REDUCE":
+            out += [w for w in waits if (w.unit, w.mb) == (a.unit, a.mb)]
+    return out
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        ("llama", "fsdp2", ("shard.grads={embed: fsdp}", "data.batch=6")),
+        ("gpt2", "pp2 fsdp2", ("pipeline.schedule=zero-bubble", "unshard.keep=forward", "data.batch=6")),
+        ("llama", "dp2 tp2", ("shard.optimizer.embed=dp", "shard.grads={embed: dp}", "data.batch=6")),
+    ],
+)
+def test_overlap_changes_no_bit(key: tuple[str, str, tuple[str, ...]]) -> None:
+    """Two steps under every pair of prefetch distance and reductions in flight: losses, gradients and parameters."""
+    program = tiny.program(*key)
+    batches = [verify.random_batch(tiny.make(*key), 0, n) for n in (1, 2)]
+    results = []
+    for distance, most in [(0, 0), (1, 1), (2, 0), (0, 2), (2, 2)]:
+        made = tiny.make(key[0], key[1], (*key[2], f"unshard.prefetch={distance}"))
+        lists = tuple(tuple(schedule.defer(at_once(todo), most)) for todo in made.train)
+        if most == 1:
+            assert lists == made.train
+        made = replace(made, train=lists)
+        counts = [made.job.module.counts(made.job.config, b) for b in batches]
+        config = UpdateConfig(optim.Adamw(), 1.0)
+        results.append(verify.train(made, batches, counts, config, lambda step: 0.01, 0, program))
+    first = results[0]
+    for other in results[1:]:
+        assert other.reports == first.reports
+        for a, b in ((first.grads, other.grads), (first.params, other.params)):
+            for x, y in zip(a, b, strict=True):
+                assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)

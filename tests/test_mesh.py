@@ -155,7 +155,7 @@ def test_the_first_failure_stops_every_rank(where: str) -> None:
         if where == "receive":
             groups["pp"].recv([torch.empty(1)], 2, 0).wait()
         elif where == "collective":
-            c10d.all_reduce(torch.ones(1), "sum", "world")
+            c10d.wait_tensor(c10d.all_reduce(torch.ones(1), "sum", "world"))
 
     began = time.monotonic()
     with pytest.raises(KeyError, match="the cause"):
@@ -167,7 +167,7 @@ def test_the_first_failure_stops_every_rank(where: str) -> None:
 def test_a_rank_that_does_not_come_is_no_hang() -> None:
     def work(rank: int, groups: Groups) -> None:
         if rank:
-            c10d.all_reduce(torch.ones(1), "sum", "tp")
+            c10d.wait_tensor(c10d.all_reduce(torch.ones(1), "sum", "tp"))
 
     with pytest.raises(RuntimeError, match="member 0 of a group ended while others wait for it"):
         simulate(Mesh((("tp", 3),)), ["tp"], work)
@@ -184,7 +184,7 @@ def test_a_message_that_is_never_sent_is_no_hang() -> None:
 
 def test_shapes_that_differ_are_an_error() -> None:
     def reduce(rank: int, groups: Groups) -> None:
-        c10d.all_reduce(torch.ones(2 + rank), "sum", "tp")
+        c10d.wait_tensor(c10d.all_reduce(torch.ones(2 + rank), "sum", "tp"))
 
     with pytest.raises(RuntimeError, match="size of tensor"):
         simulate(Mesh((("tp", 2),)), ["tp"], reduce)
@@ -223,3 +223,34 @@ def test_one_process_has_no_groups() -> None:
     assert place.at == {}
     x = torch.ones(2)
     assert all_reduce(place, x, "world") is x
+
+
+def test_a_result_is_not_there_before_its_wait() -> None:
+    """Three collectives in flight at once over one group, waited for in another order."""
+
+    def work(rank: int, groups: Groups) -> None:
+        x = torch.tensor([1.0 + rank, 2.0])
+        total = c10d.all_reduce(x, "sum", "tp")
+        gathered = c10d.all_gather_into_tensor(x, 2, "tp")
+        scattered = c10d.reduce_scatter_tensor(x, "sum", 2, "tp")
+        for y in (total, gathered, scattered):
+            assert bool(y.isnan().all())
+        assert c10d.wait_tensor(scattered).tolist() == [[3.0], [4.0]][rank]
+        assert bool(gathered.isnan().all())
+        assert c10d.wait_tensor(gathered).tolist() == [1.0, 2.0, 2.0, 2.0]
+        assert c10d.wait_tensor(total).tolist() == [3.0, 4.0]
+        assert x.tolist() == [1.0 + rank, 2.0]
+
+    simulate(Mesh((("tp", 2),)), ["tp"], work)
+
+
+def test_ranks_that_wait_for_each_other_in_different_groups_are_named() -> None:
+    """Two collectives in two orders hang on real devices; here an error says who waited for whom."""
+    mesh = Mesh((("dp", 2),))
+
+    def work(rank: int, groups: Groups) -> None:
+        for name in ("dp", "world") if rank == 0 else ("world", "dp"):
+            c10d.wait_tensor(c10d.all_reduce(torch.ones(1), "sum", name))
+
+    with pytest.raises(RuntimeError, match=r"group (dp|world): waited 0.2 s for rank (0|1), which did not come"):
+        simulate(mesh, ["dp", "world"], work, patience=0.2)

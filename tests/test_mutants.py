@@ -69,14 +69,14 @@ def mean_per_rank(patch: Patch) -> None:
     """Each microbatch's loss is divided by its own valid count and averaged."""
     right = interpret.run
 
-    def run(program: Any, calls: Any, place: Any, weights: Any, actions: Any, step: Any) -> Tensor:
-        module, cfg = program.job.module, program.job.config
+    def run(bound: Any, weights: Any, step: Any) -> Tensor:
+        module, cfg = bound.program.job.module, bound.program.job.config
         mine = module.counts(cfg, step.batch(0))
-        parts = max(a.mb for a in actions) + 1
+        parts = max(a.mb for a in bound.actions) + 1
         for d in ("dp", "fsdp"):
-            parts *= place.mesh.size(d)
+            parts *= bound.place.mesh.size(d)
         step = dataclasses.replace(step, counts={k: (v * parts).clamp(min=1) for k, v in mine.items()})
-        return right(program, calls, place, weights, actions, step)
+        return right(bound, weights, step)
 
     patch.setattr(verify, "run", run)
 
@@ -128,11 +128,11 @@ def a_microbatch_twice(patch: Patch) -> None:
     """The last microbatch sees the first one's samples."""
     right = interpret.run
 
-    def run(program: Any, calls: Any, place: Any, weights: Any, actions: Any, step: Any) -> Tensor:
-        lost = max(a.mb for a in actions)
+    def run(bound: Any, weights: Any, step: Any) -> Tensor:
+        lost = max(a.mb for a in bound.actions)
         batch = step.batch
         step = dataclasses.replace(step, batch=lambda mb: batch(0 if mb == lost else mb))
-        return right(program, calls, place, weights, actions, step)
+        return right(bound, weights, step)
 
     patch.setattr(verify, "run", run)
 
@@ -226,8 +226,8 @@ def test_a_swapped_transfer_is_caught(monkeypatch: Patch) -> None:
     """Two microbatches cross between stages in the wrong order."""
     right = schedule._with_transfers
 
-    def swapped(*args: Any) -> Any:
-        lists = right(*args)
+    def swapped(*args: Any, **more: Any) -> Any:
+        lists = right(*args, **more)
         for actions in lists:
             at = [i for i, a in enumerate(actions) if a.kind == "RECV" and a.what == "act"]
             if len(at) > 1:

@@ -180,7 +180,18 @@ def test_stages():
 
 
 def text(todo):
-    return " ".join(map(str, todo))
+    """A list with waits that follow their start at once left out: they are there, and nowhere else."""
+    out, before = [], None
+    for a in todo:
+        at_once = a.kind == "WAIT" and before is not None and before.kind in ("UNSHARD", "REDUCE")
+        if at_once:
+            assert (a.unit, a.mb) == (before.unit, before.mb)
+            assert a.what == {"UNSHARD": "params", "REDUCE": "grads"}[before.kind]
+        else:
+            out.append(str(a))
+        assert at_once or before is None or before.kind not in ("UNSHARD", "REDUCE")
+        before = a
+    return " ".join(out)
 
 
 def one_process(keep, **kwargs):
@@ -191,22 +202,22 @@ def one_process(keep, **kwargs):
 
 def test_lists_of_one_process_written_out():
     assert one_process("step", gathered=set()) == (
-        "UNSHARD(0) F(0, 0) UNSHARD(1) F(1, 0) UNSHARD(2) F(2, 0) B(2, 0) B(1, 0) B(0, 0) "
-        "F(0, 1) F(1, 1) F(2, 1) B(2, 1) REDUCE(2) B(1, 1) REDUCE(1) B(0, 1) REDUCE(0) UPDATE"
+        "UNSHARD(0) F(0, 0) UNSHARD(1) F(1, 0) UNSHARD(2) B(2, 0) B(1, 0) B(0, 0) "
+        "F(0, 1) F(1, 1) B(2, 1) REDUCE(2) B(1, 1) REDUCE(1) B(0, 1) REDUCE(0) UPDATE"
     )
     assert one_process("step", gathered={1}, tied=[(0, 2)]) == (
-        "UNSHARD(0) F(0, 0) UNSHARD(1) F(1, 0) UNSHARD(2) F(2, 0) B(2, 0) B(1, 0) B(0, 0) "
-        "F(0, 1) F(1, 1) F(2, 1) B(2, 1) B(1, 1) FREE(1) REDUCE(1) B(0, 1) REDUCE(0) REDUCE(2) UPDATE"
+        "UNSHARD(0) F(0, 0) UNSHARD(1) F(1, 0) UNSHARD(2) B(2, 0) B(1, 0) B(0, 0) "
+        "F(0, 1) F(1, 1) B(2, 1) B(1, 1) FREE(1) REDUCE(1) B(0, 1) REDUCE(0) REDUCE(2) UPDATE"
     )
     assert one_process("forward", gathered={1}, reduce_each={0, 1}, tied=[(0, 2)]) == (
-        "UNSHARD(0) F(0, 0) UNSHARD(1) F(1, 0) UNSHARD(2) F(2, 0) "
+        "UNSHARD(0) F(0, 0) UNSHARD(1) F(1, 0) UNSHARD(2) "
         "B(2, 0) B(1, 0) FREE(1) REDUCE(1, 0) B(0, 0) REDUCE(0, 0) "
-        "F(0, 1) UNSHARD(1) F(1, 1) F(2, 1) "
+        "F(0, 1) UNSHARD(1) F(1, 1) "
         "B(2, 1) B(1, 1) FREE(1) REDUCE(1, 1) REDUCE(1) B(0, 1) REDUCE(0, 1) REDUCE(0) REDUCE(2) UPDATE"
     )
     assert one_process("use", gathered={1}) == (
-        "UNSHARD(0) F(0, 0) UNSHARD(1) F(1, 0) FREE(1) UNSHARD(2) F(2, 0) "
-        "B(2, 0) UNSHARD(1) B(1, 0) FREE(1) B(0, 0) F(0, 1) UNSHARD(1) F(1, 1) FREE(1) F(2, 1) "
+        "UNSHARD(0) F(0, 0) UNSHARD(1) F(1, 0) FREE(1) UNSHARD(2) "
+        "B(2, 0) UNSHARD(1) B(1, 0) FREE(1) B(0, 0) F(0, 1) UNSHARD(1) F(1, 1) FREE(1) "
         "B(2, 1) REDUCE(2) UNSHARD(1) B(1, 1) FREE(1) REDUCE(1) B(0, 1) REDUCE(0) UPDATE"
     )
 
@@ -218,7 +229,7 @@ def test_a_pipeline_written_out():
         "RECV grad(1, 0) from 1 UNSHARD(1) B(1, 0) FREE(1) REDUCE(1) B(0, 0) REDUCE(0) UPDATE"
     )
     assert text(lists[1]) == (
-        "RECV act(1, 0) from 0 UNSHARD(2) F(2, 0) FREE(2) UNSHARD(3) F(3, 0) "
+        "RECV act(1, 0) from 0 UNSHARD(2) F(2, 0) FREE(2) UNSHARD(3) "
         "B(3, 0) REDUCE(3) UNSHARD(2) B(2, 0) FREE(2) SEND grad(1, 0) to 0 REDUCE(2) UPDATE"
     )
 
@@ -239,6 +250,69 @@ def test_keep_decides_how_often_a_unit_is_gathered():
 
     for schedule, uses in (("gpipe", 8), ("1f1b", 8), ("zero-bubble", 12)):
         assert gathers(schedule, "step") == [1, 1, 1, 1]
-        assert gathers(schedule, "use") == [uses] * 4
-    assert gathers("gpipe", "forward") == [1, 1, 1, 1]
+        assert gathers(schedule, "use") == [uses] * 3 + [4]  # the head's loss and gradient are one use
+    assert gathers("gpipe", "forward") == [1, 1, 1, 4]
     assert gathers("1f1b", "forward") == [1, 1, 4, 4]  # the last stage has one microbatch at a time
+
+
+def test_prefetch_written_out():
+    order = compute_order("1f1b", 1, 1, 1)
+
+    def todo(distance, keep="use"):
+        return " ".join(map(str, actions(order, [range(4)], [0], keep=keep, gathered={1, 2}, prefetched=distance)[0]))
+
+    assert todo(1) == (
+        "UNSHARD(0) WAIT params(0) UNSHARD(1) F(0, 0) WAIT params(1) UNSHARD(2) F(1, 0) FREE(1) "
+        "WAIT params(2) UNSHARD(3) F(2, 0) FREE(2) WAIT params(3) UNSHARD(2) "
+        "B(3, 0) REDUCE(3) WAIT grads(3) WAIT params(2) UNSHARD(1) B(2, 0) FREE(2) REDUCE(2) WAIT grads(2) "
+        "WAIT params(1) B(1, 0) FREE(1) REDUCE(1) WAIT grads(1) B(0, 0) REDUCE(0) WAIT grads(0) UPDATE"
+    )
+    assert todo(2).startswith(
+        "UNSHARD(0) WAIT params(0) UNSHARD(1) UNSHARD(2) F(0, 0) WAIT params(1) UNSHARD(3) F(1, 0) FREE(1) "
+        "WAIT params(2) F(2, 0) FREE(2) WAIT params(3) UNSHARD(2) UNSHARD(1) B(3, 0)"
+    )
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.sampled_from(SCHEDULES), st.integers(1, 4), st.integers(1, 6), st.integers(0, 3), st.integers(0, 3))
+def test_passes_move_starts_and_waits_and_nothing_else(schedule, pp, microbatches, distance, most):
+    """All else keeps its order; at most one unit more is gathered for each of the distance, and no more than `most`
+    reductions are in flight."""
+    order = compute_order(schedule, pp, CHUNKS.get(schedule, 1), microbatches)
+    owner = coordinate_of(schedule, pp, CHUNKS.get(schedule, 1))
+    stages = unit_ranges([1] * len(owner))
+    units = range(stages[-1].stop)
+    kwargs = {"keep": "use", "gathered": units, "reduce_each": units}
+    plain = actions(order, stages, owner, **kwargs)
+    for before, after in zip(
+        plain, actions(order, stages, owner, prefetched=distance, deferred=most, **kwargs), strict=True
+    ):
+        for moving in ("UNSHARD", "WAIT"):
+            assert [a for a in before if a.kind == moving and a.what != "grads"] == [
+                a for a in after if a.kind == moving and a.what != "grads"
+            ]
+        still = ("UNSHARD", "WAIT")
+        assert [a for a in before if a.kind not in still] == [a for a in after if a.kind not in still]
+        held, flying = 0, 0
+        for a in after:
+            held += {"UNSHARD": 1, "FREE": -1}.get(a.kind, 0)
+            flying += 1 if a.kind == "REDUCE" else -1 if a.what == "grads" and a.kind == "WAIT" else 0
+            assert held <= 1 + distance and flying <= max(1, most)
+
+
+def test_reductions_are_waited_for_late():
+    order = compute_order("1f1b", 1, 1, 2)
+
+    def todo(most):
+        (out,) = actions(order, [range(3)], [0], keep="step", gathered=(), reduce_each={1}, deferred=most)
+        text = " ".join(map(str, out))
+        return text[text.index("B(2, 1)") :]
+
+    assert todo(1) == (
+        "B(2, 1) WAIT grads(1, 0) REDUCE(2) B(1, 1) WAIT grads(2) REDUCE(1, 1) WAIT grads(1, 1) REDUCE(1) "
+        "B(0, 1) WAIT grads(1) REDUCE(0) WAIT grads(0) UPDATE"
+    )
+    assert todo(2) == (
+        "B(2, 1) REDUCE(2) B(1, 1) WAIT grads(1, 0) REDUCE(1, 1) WAIT grads(2) WAIT grads(1, 1) REDUCE(1) "
+        "B(0, 1) REDUCE(0) WAIT grads(1) WAIT grads(0) UPDATE"
+    )

@@ -69,7 +69,7 @@ def lower_segment(job: Job, name: str) -> Segment:
     with fake_mesh(inner, job.trace_dims) as mesh:
         stored = lower_module.store_tree(job)[name]
         traced = lower_module._trace_segment(job, name, stored, mesh)
-    save = lower_module._saves(job, {name: traced.joint})[name]
+    save = None if name == "head" else lower_module._saves(job, {name: traced.joint})[name]
     return lower_module._cut_segment(job, name, stored, traced, save)
 
 

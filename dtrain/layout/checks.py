@@ -145,6 +145,9 @@ def check_sizes(layout: Layout, tree: ParamTree) -> None:
             "data.seq",
             f"{data.seq}; must be divisible by {_degree(layout, cut)}; use {listed(nearby, ' or ')}",
         )
+    if (chunks := layout.kernels.loss_chunks) != "auto" and data.seq % chunks:
+        legal = listed(divisors(data.seq))
+        fail(layout, "kernels.loss_chunks", f"{chunks}; must divide data.seq ({data.seq}); legal: {legal}")
     if "positions" in length and data.seq > length["positions"]:
         fail(layout, "data.seq", f"{data.seq}; the model has {length['positions']} positions; use at most that")
 

@@ -41,12 +41,9 @@ def family(layout: Layout) -> tuple[Any, Any]:
         meant = next((f"{key}{nearest(key, ways)}; " for key in model.fields if nearest(key, ways)), "")
         has = f"{' and '.join(given)} are both given" if given else "says none of family, preset, file"
         fail(layout, "model", f"{meant}{has}; write exactly one of them")
-    if "attention" in model.fields:
-        fail(
-            layout,
-            "model.attention",
-            f"{model.fields['attention']}; the kernel is written under kernels: attention",
-        )
+    for key in ("attention", "loss_chunks"):
+        if key in model.fields:
+            fail(layout, f"model.{key}", f"{model.fields[key]}; is written under kernels: {key}")
     try:
         module, cfg = models.resolve(**ways, fields=model.fields, base=Path(layout._folder))
         if hasattr(cfg, "attention"):  # a model of the user's own may have none
@@ -125,6 +122,21 @@ def pad(layout: Layout) -> dict[str, int]:
         return {"vocab": layout.model.vocab_pad}
     unit = 128 * math.prod(layout.sizes[d] for d in layout.shard.compute.get("vocab", ()))
     return {"vocab": -(-real // unit) * unit}
+
+
+# Scores of the vocabulary that a rank holds at one time: 256 MiB in fp32.
+_SCORES = 2**26
+
+
+def loss_chunks(layout: Layout) -> int:
+    """Into how many pieces of the sequence head and loss are cut: as few as keep the scores of a piece small."""
+    if layout.kernels.loss_chunks != "auto":
+        return layout.kernels.loss_chunks
+    _, cfg = family(layout)
+    length = pad(layout).get("vocab", cfg.vocab)
+    local = length // math.prod(layout.sizes[d] for d in layout.shard.compute.get("vocab", ()))
+    seq, per_token = layout.data.seq, layout.data.microbatch * local
+    return next(n for n in range(1, seq + 1) if seq % n == 0 and (seq // n * per_token <= _SCORES or n == seq))
 
 
 def coords(layout: Layout, rank: int) -> dict[str, int]:

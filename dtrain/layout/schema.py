@@ -69,7 +69,7 @@ def _link(value: object) -> object:
     return value if isinstance(value, (dict, BaseModel)) else {"rate": value}
 
 
-def _vocab_pad(value: object) -> object:
+def _auto_or_count(value: object) -> object:
     if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
         return value
     raise ValueError("must be auto or a whole number of at least 1")
@@ -120,6 +120,7 @@ class Shard(Section):
 
 class Unshard(Section):
     keep: Literal["step", "forward", "use"] = "use"
+    prefetch: Whole = 1
 
 
 class Pipeline(Section):
@@ -132,7 +133,7 @@ class Model(Section):
     preset: str | None = None
     family: str | None = None
     file: str | None = None
-    vocab_pad: Annotated[int | Literal["auto"], PlainValidator(_vocab_pad)] = "auto"
+    vocab_pad: Annotated[int | Literal["auto"], PlainValidator(_auto_or_count)] = "auto"
     fields: dict[str, Any] = {}  # every other key of the section: the family's own sizes
 
 
@@ -220,6 +221,7 @@ class Run(Section):
 
 class Kernels(Section):
     attention: Literal["auto", "flash", "math"] = "auto"
+    loss_chunks: Annotated[int | Literal["auto"], PlainValidator(_auto_or_count)] = "auto"
 
 
 class Layout(Section):

@@ -39,7 +39,7 @@ class Config:
 
     `dropout` is the rate after the embedding and on each residual branch, `attention_dropout` that on
     attention probabilities, which only the `math` kernel has (`auto` takes it then): set it to 0 for the
-    fast kernels.
+    fast kernels. `loss_chunks` are the pieces that head and loss work on.
     """
 
     layers: int

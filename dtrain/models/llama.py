@@ -24,8 +24,9 @@ BATCH = {"tokens": "batch seq", "labels": "batch seq", "sample": "batch"}
 class Config:
     """Sizes. `kv_heads` 0 means as many as `heads`, `head_dim` 0 means embed / heads; both are filled in.
 
-    `attention` is the kernel (`ops.KERNELS`), `rope_scaling` Llama 3.1's table {factor, low, high, original},
-    `init_std` the standard deviation of the weights, those before a residual scaled by 1/sqrt(2 layers).
+    `attention` is the kernel (`ops.KERNELS`), `loss_chunks` the pieces that head and loss work on,
+    `rope_scaling` Llama 3.1's table {factor, low, high, original}, `init_std` the standard
+    deviation of the weights, those before a residual scaled by 1/sqrt(2 layers).
     """
 
     layers: int

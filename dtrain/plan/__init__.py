@@ -16,7 +16,7 @@ from dtrain.layout import Layout, RematBudget
 from dtrain.mesh import Mesh, flat_index
 from dtrain.program.cost import Rates
 from dtrain.program.interpret import unit_segment
-from dtrain.program.lower import SEGMENTS, Job, act_shape, store_tree
+from dtrain.program.lower import Job, act_shape, store_tree
 from dtrain.program.remat import Budget
 from dtrain.program.schedule import Action, actions, compute_order, coordinate_of, forward_only, unit_ranges
 from dtrain.storage import Stored
@@ -47,6 +47,8 @@ class Plan:
 def plan(layout: Layout) -> Plan:
     """Derive the job and the action lists. Raises LayoutError, ModelError or AxesError."""
     module, config = layouts.family(layout)
+    if hasattr(config, "loss_chunks"):  # a model of the user's own may have none
+        config = replace(config, loss_chunks=layouts.loss_chunks(layout))
     mesh = Mesh(tuple((dim, d.size) for dim, d in layout.mesh.items()))
     pp = mesh.size("pp")
     chunks = layout.pipeline.chunks or 1
@@ -85,13 +87,16 @@ def plan(layout: Layout) -> Plan:
         gathered=gathered,
         reduce_each=_units_where(job, lambda s: s.grads > 0),
         tied=[(0, config.layers + 1)] if tied else [],
+        prefetched=layout.unshard.prefetch,
+        deferred=1,
     )
+    ahead = layout.unshard.prefetch
+    evaluate = forward_only(stages, owner, 1, keep=layout.unshard.keep, gathered=gathered, prefetched=ahead)
     asked = layout.run.remat
     if not isinstance(asked, RematBudget):
         job = replace(job, remat=asked)
     else:
         job = replace(job, remat=budget(layout, job, asked.budget, lists))
-    evaluate = forward_only(stages, owner, 1, keep=layout.unshard.keep, gathered=gathered)
     return Plan(
         layout,
         job,
@@ -111,7 +116,7 @@ def budget(layout: Layout, job: Job, size: int, lists: Sequence[Sequence[Action]
     """`run.remat: {budget: ...}` for lowering. Raises LayoutError where the segments' inputs alone exceed it."""
     moments = [m for actions in lists for m in held(actions, job.layers)]
     act = math.prod(act_shape(job)) * job.dtype.itemsize
-    least = act * max((m["block"] + m["head"] for m in moments), default=0)
+    least = act * max((m["block"] for m in moments), default=0)
     if size < least:
         layouts.fail(
             layout,
@@ -129,13 +134,13 @@ def budget(layout: Layout, job: Job, size: int, lists: Sequence[Sequence[Action]
         for group in job.trace_dims
     }
     rates = Rates(gpu.peak.get(layout.run.precision, _UNKNOWN[0]), gpu.memory_rate or _UNKNOWN[1], wire)
-    return Budget(size, moments, {s: max(c[s] for c in calls) for s in SEGMENTS}, rates)
+    return Budget(size, moments, {s: max(c[s] for c in calls) for s in ("embed", "block")}, rates)
 
 
 def held(actions: Sequence[Action], layers: int) -> list[Counter[str]]:
-    """How many passes of each segment are between forward and backward on a rank, at every moment that no other
-    exceeds in all segments."""
-    now: Counter[str] = Counter(dict.fromkeys(SEGMENTS, 0))
+    """How many passes of embed and block are between forward and backward on a rank, at every moment that no other
+    exceeds in both. The head keeps nothing."""
+    now: Counter[str] = Counter(embed=0, block=0)
     peaks: list[Counter[str]] = []
     for a in actions:
         name = unit_segment(a.unit, layers)[0] if a.unit >= 0 else ""
@@ -143,7 +148,7 @@ def held(actions: Sequence[Action], layers: int) -> list[Counter[str]]:
             now[name] += 1
             if not any(now <= p for p in peaks):
                 peaks = [p for p in peaks if not p <= now] + [now.copy()]
-        elif a.kind in ("B", "W"):
+        elif a.kind in ("B", "W") and name in now:
             now[name] -= 1
     return peaks
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from dtrain.program import passes
-from dtrain.program.interpret import Calls, Place, Step, Weights, run, unit_path
+from dtrain.program.interpret import Calls, Place, Step, Weights, bind, run, unit_path
 from dtrain.program.lower import Graph, Program
 from dtrain.program.schedule import Action
 
@@ -72,7 +72,7 @@ def find(
     held = Weights(dict(weights.masters), dict(weights.rest))
     observed = replace(step, update=lambda grads, loss: None, watch=lambda position, action: current.append(action))
     with torch.no_grad():
-        run(program, replayed, place, held, actions, observed)
+        run(bind(program, replayed, place, actions), held, observed)
     return min(found, default=None)
 
 
@@ -95,10 +95,16 @@ def walk(graph: fx.Graph, args: Sequence[Tensor], see: Callable[[int, fx.Node, A
             readers[i] -= 1
             if not readers[i]:
                 values[i] = None
-        if _bad(values[node]) is not None:
+        if not _in_flight(node) and _bad(values[node]) is not None:
             bad.add(node)
             see(index, node, values[node], inputs_bad)
     return []
+
+
+def _in_flight(node: fx.Node) -> bool:
+    """Whether a value is not there before its wait: a collective's result, or one that another graph started."""
+    waited = (passes.op_name(user) == "wait_tensor" for user in node.users)
+    return passes.is_collective(node) or (node.op == "placeholder" and any(waited))
 
 
 def _bad(value: Any) -> str | None:
@@ -112,11 +118,11 @@ def _bad(value: Any) -> str | None:
 
 def _moment(a: Action, index: int) -> tuple[int, ...]:
     """When a step computes something, to be compared over ranks: weights, then forwards, then backwards."""
-    if a.kind == "UNSHARD":
+    if a.kind == "UNSHARD" or a.what == "params":
         return (0, 0, a.unit, index)
     if a.kind == "F":
         return (1, a.mb, a.unit, index)
-    return (3 if a.kind == "REDUCE" else 2, a.mb, -a.unit, index)
+    return (3 if a.kind == "REDUCE" or a.what == "grads" else 2, a.mb, -a.unit, index)
 
 
 def _where(a: Action, graph: str, layers: int, place: Place) -> str:

@@ -3,7 +3,8 @@
 A value is named by a triple (name, unit, microbatch), the microbatch -1 where there is none: `params`
 (gathered), `act` (the output of a unit), `grad` (the gradient with respect to it), `saved` (what a forward
 keeps for its backward), `wsaved` (what I keeps for W), `partial` (one microbatch's gradient, where it is
-reduced by itself), `accum` (the gradient sum) and `reduced` (the gradient for the update).
+reduced by itself), `accum` (the gradient sum) and `reduced` (the gradient for the update). What has been started
+and not waited for is another value, `gathering` or `reducing`, that only its WAIT reads.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from itertools import zip_longest
 from dtrain.program.schedule import Action
 
 Value = tuple[str, int, int]
+# What a value becomes: while it is in flight, the other one cannot be there or be used.
+LANDS = {"gathering": "params"}
 
 
 class ScheduleError(ValueError):
@@ -54,15 +57,22 @@ def effects(action: Action, head: int, *, train: bool = True, reduce_each: Colle
     y: tuple[Value, ...] = (("act", unit, mb),) if unit < head else ()
     grad_x: tuple[Value, ...] = (("grad", unit - 1, mb),) if unit > 0 else ()
     grad_y: tuple[Value, ...] = (("grad", unit, mb),) if unit < head else ()  # the head starts from its loss
-    saved: tuple[Value, ...] = (("saved", unit, mb),)
+    saved: tuple[Value, ...] = (("saved", unit, mb),) if unit != head else x  # the head's B is its forward too
     wsaved: tuple[Value, ...] = (("wsaved", unit, mb),)
     partial: tuple[Value, ...] = (("partial", unit, -1),)
     accum: tuple[Value, ...] = (("accum", unit, -1),)
     moved: tuple[Value, ...] = ((action.what, unit, mb),)
+    gathering: tuple[Value, ...] = (("gathering", unit, -1),)
+    reducing: tuple[Value, ...] = (("reducing", unit, mb),)
     apart, summed = (partial, ()) if unit in reduce_each else ((), accum)
     match action.kind:
         case "UNSHARD":
-            return Effects(writes=params)
+            return Effects(writes=gathering)
+        case "WAIT" if action.what == "params":
+            return Effects(reads=gathering, frees=gathering, writes=params)
+        case "WAIT":
+            into = accum if mb >= 0 else (("reduced", unit, -1),)
+            return Effects(reads=reducing, frees=reducing, adds=into)
         case "FREE":
             return Effects(frees=params)
         case "F":
@@ -76,9 +86,9 @@ def effects(action: Action, head: int, *, train: bool = True, reduce_each: Colle
         case "W":
             return Effects(reads=params + wsaved, frees=wsaved, writes=apart, adds=summed)
         case "REDUCE" if mb >= 0:
-            return Effects(reads=partial, frees=partial, adds=accum)
+            return Effects(reads=partial, frees=partial, writes=reducing)
         case "REDUCE":
-            return Effects(reads=accum, frees=accum, adds=(("reduced", unit, -1),))
+            return Effects(reads=accum, frees=accum, writes=reducing)
         case "SEND":
             return Effects(reads=moved, frees=moved)
         case "RECV":
@@ -172,7 +182,9 @@ def happens_before(
     for unit in range(units):
         for mb in range(microbatches):
             f, b, i, w = (count.pop(Action(kind, unit, mb), 0) for kind in ("F", "B", "I", "W"))
-            allowed = ((1, 1, 0, 0), (1, 0, 1, 1)) if train else ((1, 0, 0, 0),)
+            allowed: tuple[tuple[int, ...], ...] = ((1, 1, 0, 0), (1, 0, 1, 1)) if train else ((1, 0, 0, 0),)
+            if train and unit == units - 1:
+                allowed = ((0, 1, 0, 0),)
             if (f, b, i, w) not in allowed:
                 raise Unordered(f"unit {unit}, microbatch {mb}: {f} F, {b} B, {i} I and {w} W")
     if count:
@@ -197,6 +209,8 @@ def _check_values(
             if value not in live:
                 at = freed.get(value, -1)
                 past = f"freed at {at} {todo[at]}" if at >= 0 else "not made before"
+                if flying := [v for v in live if LANDS.get(v[0]) == value[0] and v[1:] == value[1:]]:
+                    past = f"still in flight: {_name(flying[0])}"
                 raise Unordered(f"{where} needs {_name(value)}, {past}")
         unread.difference_update(does.reads)
         for value in does.frees:
@@ -205,14 +219,17 @@ def _check_values(
             live.remove(value)
             freed[value] = index
         for value in does.writes:
-            if value in live:
-                raise Unordered(f"{where} overwrites {_name(value)}, which is still in use")
+            for there in (value, (LANDS.get(value[0], ""), *value[1:])):
+                if there in live:
+                    raise Unordered(f"{where} overwrites {_name(there)}, which is still in use")
         for value in does.adds:
-            if value[0] == "accum" and ("reduced", *value[1:]) in live:
+            if value[0] == "accum" and any((name, *value[1:]) in live for name in ("reducing", "reduced")):
                 raise Unordered(f"{where} adds to {_name(value)} after its REDUCE")
         live.update(does.writes, does.adds)
         unread.update(does.writes)
         if action.kind == "UPDATE":
+            if flying := sorted(v for v in live if v[0] == "reducing"):
+                raise Unordered(f"{where} needs {_name(('reduced', *flying[0][1:]))}, still in flight")
             if index + 1 < len(todo):
                 raise Unordered(f"{where} is followed by {todo[index + 1]}; UPDATE must be last")
             live = {value for value in live if value[0] != "reduced"}
@@ -231,11 +248,12 @@ def _name(value: Value) -> str:
 def in_flight(lists: Sequence[Sequence[Action]]) -> list[int]:
     """The largest number of microbatches for which each coordinate holds saved values at one time."""
     peaks = []
+    head = max((a.unit for todo in lists for a in todo), default=-1)
     for todo in lists:
         held: Counter[int] = Counter()
         peak = 0
         for action in todo:
-            does = effects(action, head=-1)
+            does = effects(action, head)
             held.update(mb for name, _, mb in does.writes if name in ("saved", "wsaved"))
             held.subtract(mb for name, _, mb in does.frees if name in ("saved", "wsaved"))
             peak = max(peak, sum(n > 0 for n in held.values()))

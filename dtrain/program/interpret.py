@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -125,150 +127,385 @@ class Step:
 
 @dataclass
 class _Slots:
-    """Values in flight on one rank during one step."""
+    """Values in flight on one rank during one step. Their order within a tuple is fixed when the list is bound."""
 
-    params: dict[int, list[Tensor]] = field(default_factory=dict)
+    step: Step
+    weights: Weights
+    fixed: tuple[Tensor, ...]
+    loss: Tensor
+    flying: dict[tuple[str, int, int], Any] = field(default_factory=dict)  # started, not waited for
+    params: dict[int, Sequence[Tensor]] = field(default_factory=dict)
+    batches: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     act: dict[tuple[int, int], Any] = field(default_factory=dict)
     grad: dict[tuple[int, int], Any] = field(default_factory=dict)
-    saved: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
+    saved: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
     accumulated: dict[Any, Tensor] = field(default_factory=dict)
     reduced: dict[str, Tensor] = field(default_factory=dict)
     sending: list[tuple[Any, Tensor]] = field(default_factory=list)
 
 
-def run(
-    program: Program, calls: Calls, place: Place, weights: Weights, actions: Sequence[Action], step: Step
-) -> Tensor:
+Op = Callable[[_Slots, int], None]  # what an action does to the values in flight, for a microbatch
+
+
+@dataclass(frozen=True)
+class Bound:
+    """An action list as one rank runs it: `ops[i]` does `actions[i]`. Actions that differ in their microbatch alone
+    share an op, so a long list is not much larger than a short one. `at` are the rank's coordinates, `counts` the
+    names of the counts that the head wants."""
+
+    program: Program
+    place: Place
+    actions: tuple[Action, ...]
+    ops: tuple[Op, ...]
+    at: tuple[Tensor, ...]
+    counts: tuple[str, ...]
+
+
+def run(bound: Bound, weights: Weights, step: Step) -> Tensor:
     """Execute a list; returns this rank's part of the loss, summed over its microbatches (0-dim; 0 away from the
     head). At UPDATE, `step.update(gradient shards, loss part)` runs and what it returns replaces the masters.
     """
-    job, layers, device = program.job, program.job.layers, place.device
-    slots = _Slots()
-    wide = torch.float64 if job.dtype == torch.float64 else torch.float32
-    loss = torch.zeros((), dtype=wide, device=device)
-    fixed: dict[str, Tensor] = {
-        f"at:{d}": _number(flat_index(place.mesh, d.split("."), place.at), device) for d in job.trace_dims
-    }
-    fixed |= {f"count:{k}": v.to(device, wide) for k, v in step.counts.items()}
-    fixed |= {"seed": _number(step.seed, device), "step": _number(step.number, device)}
-    batches: dict[int, Mapping[str, Tensor]] = {}
-
-    def segment_of(unit: int) -> Segment:
-        return program.segments[unit_segment(unit, layers)[0]]
-
-    def batch(mb: int) -> Mapping[str, Tensor]:
-        if mb not in batches:
-            batches[mb] = step.batch(mb)
-        return batches[mb]
-
-    def call(unit: int, mb: int, graph: str, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        name, _ = unit_segment(unit, layers)
-        g = program.segments[name].graphs[graph]
-        args = []
-        for key in g.inputs:
-            if key in given:
-                args.append(given[key])
-            elif key.startswith("params:"):
-                args.append(slots.params[unit][list(segment_of(unit).stored).index(key[7:])])
-            elif key.startswith("batch:"):
-                args.append(batch(mb)[key[6:]])
-            elif key == "layer":
-                args.append(_number(unit, device))
-            else:
-                args.append(fixed[key])
-        return dict(zip(g.outputs, calls[name, graph](*args), strict=True))
-
-    def take(values: dict[tuple[int, int], Any], at: tuple[int, int]) -> Tensor:
-        value = values.pop(at)
-        if isinstance(value, tuple):  # a receive that was posted earlier
-            work, value = value
-            work.wait()
-        return value  # type: ignore[no-any-return]
-
-    def forward(unit: int, mb: int, keep: bool) -> Tensor:
-        given = {} if unit == 0 else {"x": take(slots.act, (unit - 1, mb))}
-        out = call(unit, mb, "forward", given)
-        y = out.pop("y")
-        if keep:
-            slots.saved[unit, mb] = out | given
-        return y
-
-    def accumulate(unit: int, out: Mapping[str, Tensor]) -> None:
-        early = any(s.grads for s in segment_of(unit).stored.values())
-        for key, g in out.items():
-            name = key.removeprefix("grad:params:")
-            at: Any = (unit, name) if early else storage_path(program, unit, name)
-            if at in slots.accumulated:
-                slots.accumulated[at].add_(g)
-            else:
-                slots.accumulated[at] = g.to(job.master, copy=True)
-
-    def backward(unit: int, mb: int, graph: str) -> None:
-        given = dict(slots.saved.pop((unit, mb)))
-        if unit == layers + 1:
-            given["grad"] = step.scale.to(device, wide)
-        elif graph != "backward_weight":
-            given["grad"] = take(slots.grad, (unit, mb))
-        out = call(unit, mb, graph, given)
-        if "grad:x" in out:
-            slots.grad[unit - 1, mb] = out.pop("grad:x")
-        if graph == "backward_input":
-            later = segment_of(unit).graphs["backward_weight"].inputs
-            slots.saved[unit, mb] = {k: v for k, v in (given | out).items() if k in later}
-        else:
-            accumulate(unit, out)
-
-    training = any(a.kind == "UPDATE" for a in actions)
-    for position, a in enumerate(actions):
+    device = bound.place.device
+    wide = torch.float64 if bound.program.job.dtype == torch.float64 else torch.float32
+    numbers = (_number(step.seed, device), _number(step.number, device))
+    counts = (step.counts[k].to(device, wide) for k in bound.counts)
+    fixed = (*bound.at, *numbers, *counts, step.scale.to(device, wide))
+    slots = _Slots(step, weights, fixed, torch.zeros((), dtype=wide, device=device))
+    for position, (action, op) in enumerate(zip(bound.actions, bound.ops, strict=True)):
         if step.watch is not None:
-            step.watch(position, a)
-        unit, mb = a.unit, a.mb
-        if a.kind == "UNSHARD":
-            name = unit_segment(unit, layers)[0]
-            rest = [weights.rest[storage_path(program, unit, n)] for n in segment_of(unit).stored]
-            slots.params[unit] = list(calls[name, "unshard"](*rest))
-        elif a.kind == "FREE":
-            del slots.params[unit]
-        elif a.kind == "F":
-            y = forward(unit, mb, training)
-            if unit == layers + 1:
-                loss = loss + y
-            else:
-                slots.act[unit, mb] = y
-        elif a.kind in ("B", "I", "W"):
-            backward(unit, mb, {"B": "backward", "I": "backward_input", "W": "backward_weight"}[a.kind])
-        elif a.kind == "SEND":
-            values = slots.act if a.what == "act" else slots.grad
-            x = take(values, (unit, mb)).contiguous()
-            slots.sending.append((place.groups["pp"].send([x], a.peer, 0), x))
-        elif a.kind == "RECV":
-            shape, dtype = program.segments["embed"].act  # type: ignore[misc]
-            x = torch.empty(shape, dtype=dtype, device=device)
-            values = slots.act if a.what == "act" else slots.grad
-            values[unit, mb] = (place.groups["pp"].recv([x], a.peer, 0), x)
-        elif a.kind == "REDUCE":
-            name = unit_segment(unit, layers)[0]
-            segment = segment_of(unit)
-            if mb >= 0:
-                parts = calls[name, "reduce_early"](*[slots.accumulated.pop((unit, n)) for n in segment.stored])
-                for n, part in zip(segment.stored, parts, strict=True):
-                    at = storage_path(program, unit, n)
-                    if at in slots.accumulated:
-                        slots.accumulated[at].add_(part)
-                    else:
-                        slots.accumulated[at] = part
-            else:
-                paths = [unit_path(unit, layers, n) for n in segment.owned]
-                out = calls[name, "reduce"](*[slots.accumulated.pop(p) for p in paths])
-                slots.reduced.update(zip(paths, out, strict=True))
-        elif a.kind == "UPDATE":
-            masters = step.update(slots.reduced, loss)
-            if masters is not None:
-                new = publish(program, calls, place, masters)
-                weights.masters, weights.rest = new.masters, new.rest
+            step.watch(position, action)
+        op(slots, action.mb)
     for work, _ in slots.sending:
         work.wait()
-    return loss
+    return slots.loss
+
+
+# ------------------------------------------------------------------------------------------------------- binding
+
+
+def bind(program: Program, calls: Calls, place: Place, actions: Sequence[Action]) -> Bound:
+    """Resolve once what every action of a list calls, reads and writes on this rank."""
+    at = tuple(_number(flat_index(place.mesh, d.split("."), place.at), place.device) for d in program.job.trace_dims)
+    segments = {unit_segment(u, program.job.layers)[0] for u in place.units}
+    graphs = [g for name in sorted(segments) for g in program.segments[name].graphs.values()]
+    counts = tuple(dict.fromkeys(k[6:] for g in graphs for k in g.inputs if k.startswith("count:")))
+    units = {u: _unit(program, calls, place, u, counts) for u in place.units}
+    training = any(a.kind == "UPDATE" for a in actions)
+    ops: dict[Action, Op] = {}
+
+    def op(a: Action) -> Op:
+        alike = replace(a, mb=min(a.mb, 0))
+        if alike not in ops:
+            ops[alike] = _op(a, program, calls, place, units, training)
+        return ops[alike]
+
+    return Bound(program, place, tuple(actions), tuple(op(a) for a in actions), at, counts)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """A unit as this rank calls it. `frame` names the values that all of its graphs can read: those of the step,
+    the layer and the gathered parameters; `fields` are those of the batch. `paths` are where its parameters are
+    stored, `owned` those that it reduces itself; `early` if that happens every microbatch, `dtype` that of the sums.
+    """
+
+    number: int
+    segment: Segment
+    calls: Mapping[str, Call]
+    frame: tuple[str, ...]
+    fields: tuple[str, ...]
+    layer: Tensor
+    paths: tuple[str, ...]
+    owned: tuple[str, ...]
+    early: bool
+    dtype: torch.dtype
+
+    @property
+    def first(self) -> bool:
+        return self.number == 0
+
+    @property
+    def last(self) -> bool:
+        return self.segment.name == "head"
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """What a forward keeps for its backward."""
+        x = "x" in self.segment.graphs["backward"].inputs
+        return (*self.segment.graphs["forward"].outputs[1:], *(["x"] if x else []))
+
+    @property
+    def carried(self) -> tuple[str, ...]:
+        """What I keeps for W."""
+        common = (*self.frame, *self.fields)
+        return tuple(k for k in self.segment.graphs["backward_weight"].inputs if k not in common)
+
+    def bind(self, graph: str, more: Sequence[str] = ()) -> Callable[[_Slots, int, Sequence[Tensor]], Args]:
+        """How to list a graph's arguments: `args(slots, mb, the values of more)`."""
+        inputs, unit, layer = self.segment.graphs[graph].inputs, self.number, self.layer
+        fields = self.fields if any(k in self.fields for k in inputs) else ()  # reading data only where it is used
+        pick = _picker(inputs, (*self.frame, *fields, *more))
+        if fields:
+            names = [f.removeprefix("batch:") for f in fields]
+            return lambda s, mb, rest: pick((*s.fixed, layer, *s.params[unit], *_batch(s, mb, names), *rest))
+        return lambda s, mb, rest: pick((*s.fixed, layer, *s.params[unit], *rest))
+
+
+Args = tuple[Tensor, ...]
+
+
+def _unit(program: Program, calls: Calls, place: Place, unit: int, counts: tuple[str, ...]) -> _Unit:
+    job, (name, _) = program.job, unit_segment(unit, program.job.layers)
+    segment = program.segments[name]
+    step = (*(f"at:{d}" for d in job.trace_dims), "seed", "step", *(f"count:{k}" for k in counts))
+    grad = "grad" if name == "head" else "scale"  # the loss's seed is its scale
+    return _Unit(
+        unit,
+        segment,
+        {graph: calls[name, graph] for graph in segment.graphs},
+        (*step, grad, "layer", *(f"params:{n}" for n in segment.stored)),
+        tuple(f"batch:{f}" for f in job.module.BATCH),
+        _number(unit, place.device),
+        tuple(storage_path(program, unit, n) for n in segment.stored),
+        tuple(unit_path(unit, job.layers, n) for n in segment.owned),
+        any(s.grads for s in segment.stored.values()),
+        job.master,
+    )
+
+
+def _picker(keys: Sequence[str], among: Sequence[str]) -> Callable[[Args], Args]:
+    """A function that takes the values called `keys` out of a tuple of values called `among`."""
+    at = [among.index(k) for k in keys]
+    if len(at) < 2:  # itemgetter makes no tuple then
+        return lambda values: tuple(values[i] for i in at)
+    return itemgetter(*at)
+
+
+def _batch(s: _Slots, mb: int, names: Sequence[str]) -> Args:
+    if mb not in s.batches:
+        batch = s.step.batch(mb)
+        s.batches[mb] = tuple(batch[n] for n in names)
+    return s.batches[mb]
+
+
+def _op(a: Action, program: Program, calls: Calls, place: Place, units: Mapping[int, _Unit], training: bool) -> Op:
+    match a.kind:
+        case "UPDATE":
+            return _update(program, calls, place)
+        case "SEND":
+            return _send(a, place)
+        case "RECV":
+            return _receive(a, program, place)
+        case "UNSHARD":
+            return _unshard(units[a.unit])
+        case "FREE":
+            return lambda s, mb: s.params.__delitem__(a.unit)
+        case "F":
+            return _forward(units[a.unit], training)
+        case "B":
+            return _backward(units[a.unit], "backward")
+        case "I":
+            return _backward_input(units[a.unit])
+        case "W":
+            return _backward(units[a.unit], "backward_weight")
+        case "REDUCE":
+            return _reduce_early(units[a.unit]) if a.mb >= 0 else _reduce(units[a.unit])
+        case "WAIT" if a.what == "params":
+            return _unshard_wait(units[a.unit])
+        case "WAIT" if a.what == "grads":
+            return _reduce_early_wait(units[a.unit]) if a.mb >= 0 else _reduce_wait(units[a.unit])
+    raise ValueError(f"{a} is no action of a list")
+
+
+def _unshard(u: _Unit) -> Op:
+    call = u.calls["unshard"]
+
+    def op(s: _Slots, mb: int) -> None:
+        s.flying["params", u.number, -1] = call(*[s.weights.rest[p] for p in u.paths])
+
+    return op
+
+
+def _unshard_wait(u: _Unit) -> Op:
+    call = u.calls["unshard_wait"]
+
+    def op(s: _Slots, mb: int) -> None:
+        s.params[u.number] = call(*s.flying.pop(("params", u.number, -1)))
+
+    return op
+
+
+def _forward(u: _Unit, training: bool) -> Op:
+    here, call, args = u.number, u.calls["forward"], u.bind("forward", () if u.first else ("x",))
+    first, last, keeps_x = u.first, u.last, "x" in u.kept
+
+    def op(s: _Slots, mb: int) -> None:
+        x = () if first else (_take(s.act, (here - 1, mb)),)
+        y, *saved = call(*args(s, mb, x))
+        if training:
+            s.saved[here, mb] = (*saved, *x) if keeps_x else tuple(saved)
+        if last:
+            s.loss = s.loss + y
+        else:
+            s.act[here, mb] = y
+
+    return op
+
+
+def _backward(u: _Unit, graph: str) -> Op:
+    here, call, half = u.number, u.calls[graph], graph == "backward_weight"
+    last, takes_grad = u.last, not half and not u.last
+    kept = ("x",) if last else u.carried if half else u.kept
+    args = u.bind(graph, (*kept, *(["grad"] if takes_grad else [])))
+    outputs = u.segment.graphs[graph].outputs
+    gives_x, params = "grad:x" in outputs, sum(not k.startswith("grad:params:") for k in outputs)
+    names = [k.removeprefix("grad:params:") for k in outputs[params:]]
+    paths = dict(zip(u.segment.stored, u.paths, strict=True))
+    keys: list[Any] = [(here, n) if u.early else paths[n] for n in names]
+
+    def op(s: _Slots, mb: int) -> None:
+        grad = (_take(s.grad, (here, mb)),) if takes_grad else ()
+        given = args(s, mb, (_take(s.act, (here - 1, mb)),) if last else (*s.saved.pop((here, mb)), *grad))
+        fresh = not u.early and not all(k in s.accumulated for k in keys)
+        busy = _addresses(given) if fresh else Counter()
+        out = call(*given)
+        del given, grad
+        if fresh:
+            busy.update(_addresses(out))
+        if last:
+            s.loss = s.loss + out[0]
+        if gives_x:
+            s.grad[here - 1, mb] = out[params - 1]
+        if u.early:  # only read, by the REDUCE that comes
+            s.accumulated.update((k, g.to(u.dtype)) for k, g in zip(keys, out[params:], strict=True))
+        else:
+            _accumulate(s.accumulated, keys, out[params:], busy, u.dtype)
+
+    return op
+
+
+def _backward_input(u: _Unit) -> Op:
+    here, call, graph = u.number, u.calls["backward_input"], u.segment.graphs["backward_input"]
+    given = (*u.kept, "grad")
+    args, carry = u.bind("backward_input", given), _picker(u.carried, (*given, *graph.outputs))
+    gives_x = not u.first
+
+    def op(s: _Slots, mb: int) -> None:
+        kept = (*s.saved.pop((here, mb)), _take(s.grad, (here, mb)))
+        out = call(*args(s, mb, kept))
+        if gives_x:
+            s.grad[here - 1, mb] = out[0]
+        s.saved[here, mb] = carry((*kept, *out))
+
+    return op
+
+
+def _addresses(tensors: Sequence[Tensor]) -> Counter[int]:
+    """How many of the tensors live in each piece of memory."""
+    return Counter(x.untyped_storage().data_ptr() for x in tensors)
+
+
+def _accumulate(
+    sums: dict[Any, Tensor], keys: Sequence[Any], parts: Sequence[Tensor], busy: Counter[int], dtype: torch.dtype
+) -> None:
+    """Add a microbatch's part to each sum. The first part becomes the sum itself where it has the right dtype and
+    memory of its own: a graph may return one tensor twice, a view of an input or a piece of something larger.
+    `busy` counts the inputs and outputs of that graph by address; it is not looked at where all sums exist."""
+    if all(k in sums for k in keys):
+        torch._foreach_add_([sums[k] for k in keys], list(parts))
+        return
+    for k, part in zip(keys, parts, strict=True):
+        if k in sums:
+            sums[k].add_(part)
+        else:
+            memory = part.untyped_storage()
+            alone = busy[memory.data_ptr()] == 1 and memory.nbytes() == part.numel() * part.element_size()
+            sums[k] = part.to(dtype, copy=not alone)
+
+
+def _reduce_early(u: _Unit) -> Op:
+    call, keys = u.calls["reduce_early"], [(u.number, n) for n in u.segment.stored]
+
+    def op(s: _Slots, mb: int) -> None:
+        s.flying["grads", u.number, mb] = call(*[s.accumulated.pop(k) for k in keys])
+
+    return op
+
+
+def _reduce_early_wait(u: _Unit) -> Op:
+    call = u.calls["reduce_early_wait"]
+    whole = [not s.grads for s in u.segment.stored.values()]  # what is not cut comes back as it was given
+
+    def op(s: _Slots, mb: int) -> None:
+        parts = call(*s.flying.pop(("grads", u.number, mb)))
+        if all(p in s.accumulated for p in u.paths):
+            torch._foreach_add_([s.accumulated[p] for p in u.paths], list(parts))
+            return
+        for path, part, same in zip(u.paths, parts, whole, strict=True):
+            if path in s.accumulated:
+                s.accumulated[path].add_(part)
+            else:
+                s.accumulated[path] = part.clone() if same else part
+
+    return op
+
+
+def _reduce(u: _Unit) -> Op:
+    call = u.calls["reduce"]
+
+    def op(s: _Slots, mb: int) -> None:
+        s.flying["grads", u.number, -1] = call(*[s.accumulated.pop(p) for p in u.owned])
+
+    return op
+
+
+def _reduce_wait(u: _Unit) -> Op:
+    call = u.calls["reduce_wait"]
+
+    def op(s: _Slots, mb: int) -> None:
+        out = call(*s.flying.pop(("grads", u.number, -1)))
+        s.reduced.update(zip(u.owned, out, strict=True))
+
+    return op
+
+
+def _send(a: Action, place: Place) -> Op:
+    group, unit, peer, act = place.groups["pp"], a.unit, a.peer, a.what == "act"
+
+    def op(s: _Slots, mb: int) -> None:
+        x = _take(s.act if act else s.grad, (unit, mb)).contiguous()
+        s.sending.append((group.send([x], peer, 0), x))
+
+    return op
+
+
+def _receive(a: Action, program: Program, place: Place) -> Op:
+    group, unit, peer, act = place.groups["pp"], a.unit, a.peer, a.what == "act"
+    shape, dtype = program.segments["embed"].act  # type: ignore[misc]
+
+    def op(s: _Slots, mb: int) -> None:
+        x = torch.empty(shape, dtype=dtype, device=place.device)
+        (s.act if act else s.grad)[unit, mb] = (group.recv([x], peer, 0), x)
+
+    return op
+
+
+def _take(values: dict[tuple[int, int], Any], at: tuple[int, int]) -> Tensor:
+    value = values.pop(at)
+    if isinstance(value, tuple):  # a receive that was posted earlier
+        work, value = value
+        work.wait()
+    return value  # type: ignore[no-any-return]
+
+
+def _update(program: Program, calls: Calls, place: Place) -> Op:
+    def op(s: _Slots, mb: int) -> None:
+        masters = s.step.update(s.reduced, s.loss)
+        if masters is not None:
+            new = publish(program, calls, place, masters)
+            s.weights.masters, s.weights.rest = new.masters, new.rest
+
+    return op
 
 
 def _number(i: int, device: str) -> Tensor:

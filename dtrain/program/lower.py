@@ -4,13 +4,15 @@ collectives.
 Each segment (embed, block, head) is traced once, forward and backward together, on fake tensors, and the
 joint graph is cut into what the action list runs:
 
-    unshard                 shards at rest -> local parameters           (UNSHARD)
+    unshard                 shards at rest -> local parameters           (UNSHARD and its WAIT)
     forward                 local parameters, x, batch -> y, saved       (F)
     backward                -> gradient of x, local partial gradients    (B), or its two halves (I and W)
-    reduce_early, reduce    accumulators -> optimizer shards             (REDUCE of a microbatch, of the step)
+                            the head's gives y too, and has no halves
+    reduce_early, reduce    accumulators -> optimizer shards             (REDUCE of a microbatch, of the step; WAIT)
     publish                 updated optimizer shards -> shards at rest   (the end of UPDATE)
 
-Of these, reduce_early and publish exist where `grads` and `optimizer` cut something.
+Of these, reduce_early and publish exist where `grads` and `optimizer` cut something. unshard and the reductions are
+two graphs each: `unshard` ends with its last collectives issued, `unshard_wait` waits for them and unpacks.
 
 Rank coordinates, layer, step and seed are inputs, and groups are named after their dims, so the text of every
 graph is the same on all ranks.
@@ -39,7 +41,7 @@ from dtrain import storage
 from dtrain.axes import ALONE, AxesError, On, Param, ParamTree, Rules, inherit, padded, parse, split
 from dtrain.mesh import Mesh, fake_mesh, flat_index
 from dtrain.program import cost, passes, remat
-from dtrain.program.passes import Cut, Joint, Save
+from dtrain.program.passes import Cut, Division, Joint, Save
 from dtrain.program.remat import Budget
 from dtrain.rng import Key
 from dtrain.sharding import (
@@ -105,7 +107,7 @@ class Job:
 @dataclass(frozen=True)
 class Graph:
     """A flat graph with named inputs and outputs. `params:NAME`, `batch:NAME`, `at:DIM`, `count:NAME`,
-    `seed`, `step`, `layer`, `x`, `grad` (of the segment's result, or the loss's seed), `saved:I`."""
+    `seed`, `step`, `layer`, `x`, `grad` (of the segment's result, or the loss's seed), `saved:I`, `flying:I`."""
 
     module: fx.GraphModule
     inputs: tuple[str, ...]
@@ -220,8 +222,8 @@ def lower(job: Job, rank: int = 0) -> Program:
         fake_mesh(inner, job.trace_dims, inner.rank(place_inside)) as mesh,
     ):
         traced = {name: _trace_segment(job, name, stored[name], mesh) for name in SEGMENTS}
-    saves = _saves(job, {name: t.joint for name, t in traced.items()})
-    segments = {name: _cut_segment(job, name, stored[name], traced[name], saves[name]) for name in SEGMENTS}
+    saves = _saves(job, {name: t.joint for name, t in traced.items() if name != "head"})
+    segments = {name: _cut_segment(job, name, stored[name], traced[name], saves.get(name)) for name in SEGMENTS}
     for segment in segments.values():
         for n, s in segment.stored.items():
             if s.param.tied_to and job.tied_across is None:
@@ -340,10 +342,11 @@ def _trace_segment(job: Job, name: str, stored: Mapping[str, Stored], mesh: Devi
     return _Traced(passes.joint(traced.graph, keys, wrt), found["partial"], found["asked"])
 
 
-def _cut_segment(job: Job, name: str, stored: Mapping[str, Stored], traced: _Traced, save: Save) -> Segment:
+def _cut_segment(job: Job, name: str, stored: Mapping[str, Stored], traced: _Traced, save: Save | None) -> Segment:
     names, fake = tuple(stored), FakeTensorMode(allow_non_fake_inputs=True)
-    graphs = passes.split_joint(traced.joint, save)
-    needs = passes.divide(traced.joint, save)
+    # The head's loss and gradient are one graph: its scores of the whole vocabulary wait nowhere.
+    graphs = passes.split_joint(traced.joint, save) if save else passes.join(traced.joint)
+    needs = passes.divide(traced.joint, save) if save else Division([], [], [])
     sums = {n: _sums(job, name, n, stored[n], traced.partial[n]) for n in names}
     # A tied parameter is stored once, by the segment it is tied to, unless that lives on another coordinate.
     owned = tuple(n for n, s in stored.items() if s.param.tied_to is None or job.tied_across is not None)
@@ -359,22 +362,25 @@ def _cut_segment(job: Job, name: str, stored: Mapping[str, Stored], traced: _Tra
         return Cut(graph, members, members)
 
     master = lambda s: job.master  # noqa: E731
-    graphs["unshard"] = flat(
+    unshard = flat(
         lambda s, t: storage.gather_rest(s, t, job.dtype),
         names,
         lambda s: s.rest,
         lambda s: rest_dtype(job, s),
     )
+    graphs |= _start_and_wait("unshard", unshard)
     if any(len(s.steps) > s.rest for s in stored.values()):
         graphs["publish"] = flat(lambda s, t: storage.publish(s, t, job.dtype), owned, lambda s: len(s.steps), master)
     if any(s.grads for s in stored.values()):
-        graphs["reduce_early"] = flat(lambda s, t: storage.reduce_early(s, t, job.master), names, lambda s: 0, master)
-    graphs["reduce"] = flat(
+        early = flat(lambda s, t: storage.reduce_early(s, t, job.master), names, lambda s: 0, master)
+        graphs |= _start_and_wait("reduce_early", early)
+    final = flat(
         lambda s, t: storage.reduce_final(s, [sums[n] for n in owned], t, job.mesh, job.master),
         owned,
         lambda s: s.grads,
         master,
     )
+    graphs |= _start_and_wait("reduce", final)
     return Segment(
         name,
         stored,
@@ -394,6 +400,28 @@ def _cut_segment(job: Job, name: str, stored: Mapping[str, Stored], traced: _Tra
         ),
         sum(cost.flops(n) for n in needs.again),
     )
+
+
+def _start_and_wait(name: str, cut: Cut) -> dict[str, Cut]:
+    """A graph of collectives in two: `name` issues them all, waiting only for those that another one needs;
+    `name_wait` waits for the rest. What crosses (`flying:I`) is not to be read in between."""
+    graph = cut.module.graph
+    needed: set[fx.Node] = set()  # a collective depends on it
+    for node in reversed(graph.nodes):
+        if passes.is_collective(node) or any(user in needed for user in node.users):
+            needed.add(node)
+    after: set[fx.Node] = set()
+    for node in graph.nodes:
+        last = passes.op_name(node) == "wait_tensor" and node not in needed
+        if last or node.op == "output" or any(a in after for a in node.all_input_nodes):
+            after.add(node)
+    crossing = dict.fromkeys(a for node in graph.nodes if node in after for a in node.all_input_nodes if a not in after)
+    names = {node: f"flying:{i}" for i, node in enumerate(crossing)}
+    given = dict(zip(graph.find_nodes(op="placeholder"), cut.inputs, strict=True))
+    return {
+        name: passes.build(graph, given, list(crossing), tuple(names.values())),
+        f"{name}_wait": passes.build(graph, names, passes.results_of(graph), cut.outputs),
+    }
 
 
 def rest_dtype(job: Job, s: Stored) -> torch.dtype:

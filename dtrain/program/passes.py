@@ -143,6 +143,17 @@ def split_joint(j: Joint, save: Save) -> dict[str, Cut]:
     return out
 
 
+def join(j: Joint) -> dict[str, Cut]:
+    """A joint graph as `forward` and as `backward` with the forward in it: y and the gradients, each forward value
+    just before its first use."""
+    y, *grads = results_of(j.graph)
+    labels = tuple(f"grad:{w}" for w in j.wrt)
+    return {
+        "forward": build(j.graph, j.name_of, [y], ("y",)),
+        "backward": build(j.graph, j.name_of, [y, *grads], ("y", *labels), late=j.forward),
+    }
+
+
 def _halves(backward: Cut) -> dict[str, Cut]:
     """backward -> the part that the previous stage waits for, and the rest."""
     graph = backward.module.graph

@@ -4,6 +4,15 @@ A *unit* is one call of a model segment: embed is 0, layer l is l + 1, the head 
 contiguous run of units, owned by one pipeline *coordinate*; a coordinate may own several stages (chunks).
 `compute_order` decides when each stage works on which microbatch, `actions` turns that into the full list
 with transfers, gathers and reductions. One process and gradient accumulation are the same with pp = 1.
+
+In training the head has no F: its B is loss and gradient in one, so that its scores of the whole vocabulary need not
+wait anywhere, and nothing is computed twice. It has no halves either, for the scores would wait between them.
+
+What runs beside the computes is started by one action and ended by another. UNSHARD(unit) starts the gather of a
+unit's parameters, and WAIT params(unit) must come before its first use; REDUCE(unit, mb) or REDUCE(unit) starts a
+reduction, and WAIT grads(...) adds its result. Between the two nothing may read, free or reuse what is in flight.
+`prefetch` moves the starts of gathers forward, `defer` puts off the waits for reductions; a list without either
+waits at once.
 """
 
 from __future__ import annotations
@@ -14,7 +23,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal
 
-Kind = Literal["UNSHARD", "F", "B", "I", "W", "REDUCE", "SEND", "RECV", "FREE", "UPDATE"]
+Kind = Literal["UNSHARD", "F", "B", "I", "W", "REDUCE", "SEND", "RECV", "WAIT", "FREE", "UPDATE"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]
 Keep = Literal["step", "forward", "use"]
 Compute = tuple[Kind, int, int]  # kind (F, B, I or W), stage, microbatch
@@ -29,7 +38,7 @@ DURATIONS: Mapping[Kind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
 class Action:
     """One entry of a list. `peer` is the pipeline coordinate at the other end of a SEND or RECV, `what` says
     whether it carries the output of `unit` for microbatch `mb` (`act`) or the gradient with respect to that
-    output (`grad`)."""
+    output (`grad`). A WAIT says in `what` what it ends: `params` of an UNSHARD, `grads` of a REDUCE."""
 
     kind: Kind
     unit: int = -1
@@ -42,7 +51,8 @@ class Action:
             way = "to" if self.kind == "SEND" else "from"
             return f"{self.kind} {self.what}({self.unit}, {self.mb}) {way} {self.peer}"
         numbers = [str(n) for n in (self.unit, self.mb) if n >= 0]
-        return f"{self.kind}({', '.join(numbers)})" if numbers else self.kind
+        name = f"{self.kind} {self.what}" if self.what else self.kind
+        return f"{name}({', '.join(numbers)})" if numbers else name
 
 
 def unit_ranges(layers_per_stage: Sequence[int]) -> list[range]:
@@ -202,6 +212,8 @@ def actions(
     gathered: Collection[int],
     reduce_each: Collection[int] = (),
     tied: Iterable[tuple[int, int]] = (),
+    prefetched: int = 0,
+    deferred: int = 0,
 ) -> list[list[Action]]:
     """The whole training step of each coordinate, ending with UPDATE.
 
@@ -211,7 +223,7 @@ def actions(
     REDUCE follows a unit's last accumulation; a unit in `reduce_each` also has a REDUCE of its own for every
     microbatch, into a sharded accumulator. `tied` are pairs of units that share a parameter: their REDUCE of
     the step meets the other coordinate, so these come last and in one order everywhere. A unit may be in one
-    pair.
+    pair. Gathers start `prefetched` computes early, and `deferred` reductions may be in flight.
 
     Raises ValueError where stages, owners or ties do not fit together.
     """
@@ -221,8 +233,8 @@ def actions(
     if len(set(late)) < len(late):
         raise ValueError(f"tied is {pairs}; a unit may be tied to one other unit")
     return [
-        _with_gathers(_with_reduces(computes, late, reduce_each), keep, gathered)
-        for computes in _with_transfers(order, stages, coordinate)
+        defer(prefetch(_with_gathers(_with_reduces(todo, late, reduce_each), keep, gathered), prefetched), deferred)
+        for todo in _with_transfers(order, stages, coordinate, train=True)
     ]
 
 
@@ -233,8 +245,9 @@ def forward_only(
     *,
     keep: Keep,
     gathered: Collection[int],
+    prefetched: int = 0,
 ) -> list[list[Action]]:
-    """The lists of an evaluation: UNSHARD, F, SEND, RECV and FREE. `keep` forward is the same as use here."""
+    """The lists of an evaluation: no backward, no REDUCE, no UPDATE. `keep` forward is the same as use here."""
     _check_stages(stages, coordinate)
     # As in the interleaved schedule: pp microbatches through one chunk, then the same ones through the next.
     pp = max(coordinate) + 1
@@ -244,8 +257,8 @@ def forward_only(
         [("F", stage, mb) for turn in turns for stage in owned for mb in turn] for owned in mine
     ]
     return [
-        _with_gathers(computes, "step" if keep == "step" else "use", gathered)
-        for computes in _with_transfers(order, stages, coordinate)
+        prefetch(_with_gathers(todo, "step" if keep == "step" else "use", gathered), prefetched)
+        for todo in _with_transfers(order, stages, coordinate, train=False)
     ]
 
 
@@ -260,7 +273,7 @@ def _check_stages(stages: Sequence[range], coordinate: Sequence[int]) -> None:
 
 
 def _with_transfers(
-    order: Sequence[Sequence[Compute]], stages: Sequence[range], coordinate: Sequence[int]
+    order: Sequence[Sequence[Compute]], stages: Sequence[range], coordinate: Sequence[int], train: bool
 ) -> list[list[Action]]:
     """Stage computes as unit actions, with every SEND and RECV.
 
@@ -270,10 +283,14 @@ def _with_transfers(
     """
     Event = tuple[tuple[float, int, int, int, int], list[tuple[int, Action]]]
     events: list[Event] = []
+    whole = stages[-1][-1] if train else -1  # the head, whose B is all of it
     for (kind, stage, mb), (start, end) in timing(order, coordinate).items():
         rank = coordinate[stage]
-        units = stages[stage] if kind == "F" else reversed(stages[stage])
-        events.append(((start, 1, rank, stage, mb), [(rank, Action(kind, unit, mb)) for unit in units]))
+        units = stages[stage] if kind == "F" else stages[stage][::-1]
+        todo = [(rank, Action("B" if unit == whole and kind == "I" else kind, unit, mb)) for unit in units]
+        if kind in ("F", "W"):
+            todo = [(rank, action) for rank, action in todo if action.unit != whole]
+        events.append(((start, 1, rank, stage, mb), todo))
         target = {"F": stage + 1, "B": stage - 1, "I": stage - 1}.get(kind, -1)
         if 0 <= target < len(stages) and coordinate[target] != rank:
             what, unit = ("act", stages[stage][-1]) if kind == "F" else ("grad", stages[stage][0] - 1)
@@ -301,10 +318,14 @@ def _with_reduces(computes: Sequence[Action], late: Sequence[int], reduce_each: 
             unit = action.unit
             left[unit] -= 1
             if unit in reduce_each:
-                due.append(Action("REDUCE", unit, action.mb))
+                due += _reduce(unit, action.mb)
             if left[unit] == 0 and unit not in late:
-                due.append(Action("REDUCE", unit))
-    return [*out, *due, *(Action("REDUCE", unit) for unit in late if unit in here), Action("UPDATE")]
+                due += _reduce(unit)
+    return [*out, *due, *(a for unit in late if unit in here for a in _reduce(unit)), Action("UPDATE")]
+
+
+def _reduce(unit: int, mb: int = -1) -> list[Action]:
+    return [Action("REDUCE", unit, mb), Action("WAIT", unit, mb, what="grads")]
 
 
 def _with_gathers(computes: Sequence[Action], keep: Keep, gathered: Collection[int]) -> list[Action]:
@@ -318,13 +339,51 @@ def _with_gathers(computes: Sequence[Action], keep: Keep, gathered: Collection[i
             out.append(action)
             continue
         if unit not in present:
-            out.append(Action("UNSHARD", unit))
+            out += [Action("UNSHARD", unit), Action("WAIT", unit, what="params")]
             present.add(unit)
         out.append(action)
         left[unit] -= 1
-        flying[unit] += {"F": 1, "I": 0}.get(action.kind, -1)
+        flying[unit] = max(0, flying[unit] + {"F": 1, "I": 0}.get(action.kind, -1))  # the head has no F
         done = {"step": left[unit] == 0, "forward": flying[unit] == 0, "use": True}[keep]
         if unit in gathered and done:
             out.append(Action("FREE", unit))
             present.remove(unit)
+    return out
+
+
+def prefetch(todo: Sequence[Action], distance: int) -> list[Action]:
+    """Start each gather before the `distance`-th compute ahead of its own place, so that it runs beside that many.
+    Costs as many more units' gathered parameters. A unit's gather stays behind the FREE of its last copy, and gathers
+    keep their order."""
+    out = list(todo)
+    for i, action in enumerate(todo):
+        if action.kind != "UNSHARD":
+            continue
+        at, crossed = i, 0
+        for k in reversed(range(i)):
+            blocked = out[k].unit == action.unit and out[k].kind in (*COMPUTES, "FREE")
+            if crossed == distance or blocked or out[k].kind == "UNSHARD":
+                break
+            if out[k].kind in COMPUTES:
+                at, crossed = k, crossed + 1
+        out.insert(at, out.pop(i))
+    return out
+
+
+def defer(todo: Sequence[Action], most: int) -> list[Action]:
+    """Wait for a reduction only when `most` are in flight and another starts, before the step's REDUCE of its
+    unit, or at UPDATE; with 0 at once. Costs that many units' packed gradients."""
+    out: list[Action] = []
+    flying: list[Action] = []
+    for action in todo:
+        if action.kind == "WAIT" and action.what == "grads" and most:
+            flying.append(action)
+            continue
+        if action.kind == "REDUCE" and most:
+            last = [a for a in flying if a.unit == action.unit and action.mb < 0]
+            while flying and (len(flying) >= most or (last and last[-1] in flying)):
+                out.append(flying.pop(0))
+        if action.kind == "UPDATE":
+            out += flying
+        out.append(action)
     return out
