@@ -6,7 +6,9 @@
 
 Groups are named, and graphs carry the names: `tp`; `dp.fsdp` (both dims at once); `tp%2` (blocks of two
 neighbours along tp, which share a KV head); `pp@0+3` (the pipeline coordinates 0 and 3, for tied parameters);
-`world`.
+`world`. Collectives of one group run in the order of their start. So what overlaps has a communicator of its own,
+over the same ranks and named after its purpose: `fsdp/reduce` is for reductions of gradients, while `fsdp` gathers
+parameters; `pp/act` and `pp/grad` are the two directions of a pipeline.
 """
 
 from __future__ import annotations
@@ -86,8 +88,24 @@ def flat_index(mesh: Mesh, dims: Sequence[str], at: Mapping[str, int]) -> int:
     return i
 
 
+def base(name: str) -> str:
+    """A group's name without its purpose: what says which ranks it has."""
+    return name.partition("/")[0]
+
+
+def for_reductions(name: str) -> str:
+    """The communicator that REDUCE uses over the ranks of the group `name`."""
+    return f"{name}/reduce"
+
+
+def pipeline_groups(mesh: Mesh) -> tuple[str, ...]:
+    """The communicators of SEND and RECV: activations go forward, gradients back."""
+    return ("pp/act", "pp/grad") if mesh.size("pp") > 1 else ()
+
+
 def group_ranks(mesh: Mesh, name: str, rank: int) -> tuple[int, ...]:
     """The members of the group `name` that `rank` belongs to, in order; empty if it belongs to none."""
+    name = base(name)
     if name == "world":
         return tuple(range(mesh.world))
     at = mesh.coordinates(rank)
@@ -107,7 +125,7 @@ def group_ranks(mesh: Mesh, name: str, rank: int) -> tuple[int, ...]:
 def group_size(mesh: Mesh, name: str) -> int:
     """How many ranks the groups called `name` have."""
     if "@" in name:
-        return len(name.split("@")[1].split("+"))
+        return len(base(name).split("@")[1].split("+"))
     return len(group_ranks(mesh, name, 0))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dtrain import rng
 from dtrain.axes import AxesError, Param, Rules, Split, split
-from dtrain.mesh import Mesh, flat_index
+from dtrain.mesh import Mesh, flat_index, for_reductions
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,8 @@ def fill(s: Stored, mesh: Mesh, at: Mapping[str, int], seed: int, dtype: torch.d
 _c10d = torch.ops._c10d_functional
 
 
-def _buckets(storeds: Sequence[Stored], keys: Iterable[object]) -> dict[object, list[int]]:
-    out: dict[object, list[int]] = {}
+def _buckets(storeds: Sequence[Stored], keys: Iterable[str]) -> dict[str, list[int]]:
+    out: dict[str, list[int]] = {}
     for i, key in enumerate(keys):
         out.setdefault(key, []).append(i)
     return out
@@ -253,7 +253,7 @@ def reduce_final(
         for group, members in _buckets([storeds[i] for i in todo], [pending[i][0] for i in todo]).items():
             index = [todo[m] for m in members]
             flat = torch.cat([out[i].reshape(-1) for i in index])
-            flat = _c10d.wait_tensor(_c10d.all_reduce(flat, "sum", group))
+            flat = _c10d.wait_tensor(_c10d.all_reduce(flat, "sum", for_reductions(group)))
             for i, piece in zip(index, flat.split([out[i].numel() for i in index]), strict=True):
                 out[i] = piece.view(out[i].shape)
         pending = [groups[1:] for groups in pending]
@@ -281,7 +281,7 @@ def _reduce_scatter(
                 rows.append(g.reshape(*shape[:at], ranks, *shape[at:]).movedim(at, 0).reshape(ranks, -1))
                 shapes.append(shape)
             flat = torch.cat(rows, 1).reshape(-1)
-            mine = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(flat, "sum", ranks, group))
+            mine = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(flat, "sum", ranks, for_reductions(group)))
             for i, piece, shape in zip(index, mine.split([r.shape[1] for r in rows]), shapes, strict=True):
                 out[i] = piece.view(shape)
         depth = [d + 1 if d < w else d for d, w in zip(depth, want, strict=True)]

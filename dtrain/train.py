@@ -22,7 +22,7 @@ from dtrain import plan as plans
 from dtrain.checkpoint import Record
 from dtrain.checkpoint.tensors import everyone, names
 from dtrain.layout import Layout
-from dtrain.mesh import Groups, Limits, join_world
+from dtrain.mesh import Groups, Limits, join_world, pipeline_groups
 from dtrain.metrics import Log, say
 from dtrain.plan import Plan
 from dtrain.program import blame
@@ -197,8 +197,7 @@ def without_dropout(config: Any) -> Any:
 def join(plan: Plan, rank: Rank, program: Program) -> Place:
     """This rank's place among the others, once all are there."""
     mesh, limits = plan.job.mesh, plan.layout.run.timeouts
-    wanted = {*program.groups(), "world", ".".join(plan.data_dims)}
-    wanted |= {"pp"} if mesh.size("pp") > 1 else set()
+    wanted = {*program.groups(), *pipeline_groups(mesh), "world", ".".join(plan.data_dims)}
     groups = join_world(
         mesh,
         sorted(wanted - {""}),

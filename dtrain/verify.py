@@ -14,7 +14,7 @@ from torch import Tensor
 from dtrain import layout as layouts
 from dtrain import models, optim, reference, storage
 from dtrain.layout import Layout
-from dtrain.mesh import Groups, simulate, stand_ins
+from dtrain.mesh import Groups, pipeline_groups, simulate, stand_ins
 from dtrain.plan import Plan, rows
 from dtrain.plan import plan as make_plan
 from dtrain.program.compile import compile_program, missing_compiler, uncompiled
@@ -56,7 +56,7 @@ def train(
     names = {
         *program.groups(),
         *(["world"] if mesh.world > 1 else []),
-        *(["pp"] if mesh.size("pp") > 1 else []),
+        *pipeline_groups(mesh),
     }
 
     def work(rank: int, groups: Groups) -> tuple[Place, list[Report], list[dict[str, Tensor]], list[dict[str, Tensor]]]:

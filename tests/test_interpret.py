@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dtrain import optim, storage, verify
-from dtrain.mesh import Groups, Mesh, simulate
+from dtrain.mesh import Groups, Mesh, pipeline_groups, simulate
 from dtrain.plan import rows
 from dtrain.program import interpret, schedule
 from dtrain.program.compile import uncompiled
@@ -45,7 +45,7 @@ def run_step(
     calls = wrap(uncompiled(program))
     batch = verify.random_batch(made, 0, 1)
     counts = made.job.module.counts(made.job.config, batch)
-    names = {*program.groups(), *(["world"] if made.job.mesh.world > 1 else []), *(["pp"] if "pp" in key[1] else [])}
+    names = {*program.groups(), *(["world"] if made.job.mesh.world > 1 else []), *pipeline_groups(made.job.mesh)}
 
     def work(rank: int, groups: Groups) -> tuple[Place, Tensor, dict[str, Tensor]]:
         place = Place(made.job.mesh, rank, groups, made.units[made.job.mesh.coordinates(rank).get("pp", 0)])

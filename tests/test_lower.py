@@ -48,7 +48,7 @@ def test_a_block_with_sequence_parallelism(family: str, remat: str) -> None:
     again = {"none": (0, 0), "selective": (2, 0), "full": (2, 1 + (family == "bert"))}[remat]
     assert tiny.counts(block, "backward") == {gathers: 2 + again[0], scatters: 2 + again[1]}
     assert tiny.counts(block, "unshard") == {}
-    assert tiny.counts(block, "reduce") == {"all_reduce tp": 1}  # norms and biases, in one buffer
+    assert tiny.counts(block, "reduce") == {"all_reduce tp/reduce": 1}  # norms and biases, in one buffer
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -118,12 +118,12 @@ def test_kv_heads_fewer_than_ranks() -> None:
     many = segment("llama", "block", "tp4", "model.kv_heads=4")
     for graph in ("forward", "backward"):
         assert tiny.counts(few, graph) == tiny.counts(many, graph)
-    assert tiny.counts(many, "reduce") == {"all_reduce tp": 1}
-    assert tiny.counts(few, "reduce") == {"all_reduce tp": 1, "all_reduce tp%2": 1}
+    assert tiny.counts(many, "reduce") == {"all_reduce tp/reduce": 1}
+    assert tiny.counts(few, "reduce") == {"all_reduce tp/reduce": 1, "all_reduce tp%2/reduce": 1}
     assert few.sums["wk"].extra == few.sums["wv"].extra == ("tp%2",)
     assert few.sums["wq"].extra == ()
     assert few.stored["wk"].local == (16, 1, 4)  # one whole head, not a head on every rank
-    assert {shape for _, group, shape in tiny.ledger(few.graphs["reduce"]) if group == "tp%2"} == {(2 * 16 * 4,)}
+    assert {shape for _, group, shape in tiny.ledger(few.graphs["reduce"]) if group == "tp%2/reduce"} == {(2 * 16 * 4,)}
 
 
 @pytest.mark.parametrize("name", ["embed", "block", "head"])
@@ -131,10 +131,10 @@ def test_fsdp_gathers_once_and_scatters_once(name: str) -> None:
     part = segment("llama", name, "fsdp4")
     assert tiny.counts(part, "forward", "backward") == {}
     assert tiny.counts(part, "unshard") == {"all_gather_into_tensor fsdp": 1}
-    assert tiny.counts(part, "reduce") == {"reduce_scatter_tensor fsdp": 1}
+    assert tiny.counts(part, "reduce") == {"reduce_scatter_tensor fsdp/reduce": 1}
     assert set(part.graphs).isdisjoint({"publish", "reduce_early"})
     early = segment("llama", name, "fsdp4", "shard.grads={embed: fsdp}")
-    assert tiny.counts(early, "reduce_early") == {"reduce_scatter_tensor fsdp": 1}
+    assert tiny.counts(early, "reduce_early") == {"reduce_scatter_tensor fsdp/reduce": 1}
     assert tiny.counts(early, "reduce") == {}
 
 
@@ -150,8 +150,8 @@ def test_fsdp_gathers_in_the_compute_dtype_and_reduces_in_the_masters() -> None:
 def test_hsdp_scatters_inside_and_sums_outside() -> None:
     block = segment("llama", "block", "dp2 fsdp2")
     assert [(op, group) for op, group, _ in tiny.ledger(block.graphs["reduce"])] == [
-        ("reduce_scatter_tensor", "fsdp"),
-        ("all_reduce", "dp"),
+        ("reduce_scatter_tensor", "fsdp/reduce"),
+        ("all_reduce", "dp/reduce"),
     ]
     assert tiny.counts(block, "unshard") == {"all_gather_into_tensor fsdp": 1}
     whole, part = (shape[0] for _, _, shape in tiny.ledger(block.graphs["reduce"]))
@@ -160,32 +160,32 @@ def test_hsdp_scatters_inside_and_sums_outside() -> None:
 
 def test_plain_data_parallelism_sums_once() -> None:
     block = segment("llama", "block", "dp2")
-    assert tiny.counts(block, *block.graphs) == {"all_reduce dp": 1}
+    assert tiny.counts(block, *block.graphs) == {"all_reduce dp/reduce": 1}
 
 
 def test_zero_1_scatters_gradients_and_gathers_weights() -> None:
     block = segment("llama", "block", "dp2", "shard.optimizer.embed=dp")
     assert tiny.counts(block, "forward", "backward", "unshard") == {}
-    assert tiny.counts(block, "reduce") == {"reduce_scatter_tensor dp": 1}
+    assert tiny.counts(block, "reduce") == {"reduce_scatter_tensor dp/reduce": 1}
     assert tiny.counts(block, "publish") == {"all_gather_into_tensor dp": 1}
     assert "reduce_early" not in block.graphs
 
 
 def test_zero_2_scatters_every_microbatch() -> None:
     block = segment("llama", "block", "dp2", "shard.optimizer.embed=dp", "shard.grads={embed: dp}")
-    assert tiny.counts(block, "reduce_early") == {"reduce_scatter_tensor dp": 1}
+    assert tiny.counts(block, "reduce_early") == {"reduce_scatter_tensor dp/reduce": 1}
     assert tiny.counts(block, "reduce") == {}
     assert tiny.counts(block, "publish") == {"all_gather_into_tensor dp": 1}
 
 
 def test_tied_ends_of_a_pipeline_sum_their_gradients() -> None:
     made = tiny.program("llama", "pp2 tp2", ("model.tied=true",))
-    assert tiny.counts(made.segments["embed"], "reduce") == {"all_reduce pp@0+1": 1}
-    assert tiny.counts(made.segments["head"], "reduce") == {"all_reduce pp@0+1": 1, "all_reduce tp": 1}
+    assert tiny.counts(made.segments["embed"], "reduce") == {"all_reduce pp@0+1/reduce": 1}
+    assert tiny.counts(made.segments["head"], "reduce") == {"all_reduce pp@0+1/reduce": 1, "all_reduce tp/reduce": 1}
     assert made.segments["head"].owned == ("norm", "table")
     alone = tiny.program("llama", "tp2", ("model.tied=true",))
     assert alone.segments["head"].owned == ("norm",)
-    assert "pp@0+1" not in alone.groups()
+    assert not any("pp@" in group for group in alone.groups())
 
 
 def test_every_collective_has_the_line_that_asked_for_it() -> None:
@@ -438,3 +438,33 @@ def test_ledgers_are_not_vacuous() -> None:
     both = Counter(op for op, _, _ in tiny.ledger(segment("llama", "block", "tp2").graphs["forward"]))
     assert sum(both.values()) == 4
     assert tiny.ledger(segment("llama", "block", "").graphs["forward"]) == []
+
+
+def test_a_start_issues_every_collective_and_its_wait_ends_the_last_ones() -> None:
+    """Two reductions in a row: the first is waited for in between, the second in the other graph, which reads only
+    what the start gave it. Both together are the whole."""
+    block = segment("llama", "block", "dp2 fsdp2", "data.batch=8", "shard.grads={embed: fsdp}", "unshard.prefetch=1")
+    for name, collectives in (("unshard", 1), ("reduce_early", 1), ("reduce", 1)):
+        start, wait = block.graphs[name], block.graphs[f"{name}_wait"]
+        assert len(tiny.ledger(start)) == collectives and tiny.ledger(wait) == []
+        assert start.outputs == wait.inputs
+        waits = [[n for n in g.module.graph.nodes if passes.op_name(n) == "wait_tensor"] for g in (start, wait)]
+        assert [len(w) for w in waits] == [collectives - 1, 1], name
+    both = segment("llama", "block", "dp2 fsdp2", "data.batch=8")
+    assert len(tiny.ledger(both.graphs["reduce"])) == 2 and tiny.ledger(both.graphs["reduce_wait"]) == []
+    names = [passes.op_name(n) for n in both.graphs["reduce"].module.graph.nodes]
+    assert names.count("wait_tensor") == 1
+    assert names.index("wait_tensor") < names.index("all_reduce")
+
+
+def test_gathers_and_reductions_have_communicators_of_their_own() -> None:
+    for mesh, *more in (
+        ("dp2 fsdp2", "shard.grads={embed: fsdp}"),
+        ("fsdp2 tp2",),
+        ("dp2", "shard.optimizer.embed=dp"),
+    ):
+        made = tiny.program("llama", mesh, tuple(more))
+        for s in made.segments.values():
+            for name, graph in s.graphs.items():
+                reduces = name.startswith("reduce")
+                assert all(group.endswith("/reduce") == reduces for _, group, _ in tiny.ledger(graph)), name

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dtrain import reference, storage
 from dtrain.axes import AxesError, Init, Param, Rules
-from dtrain.mesh import Groups, Mesh, simulate
+from dtrain.mesh import Groups, Mesh, for_reductions, simulate
 from dtrain.storage import Stored, Sums
 
 COMMON = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
@@ -53,9 +53,10 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def names(mesh: Mesh) -> list[str]:
-    """Every product of dims, as groups."""
+    """Every product of dims, as groups, for gathers and for reductions."""
     dims = mesh.ordered(mesh.dims)
-    return [".".join(c) for n in range(1, len(dims) + 1) for c in itertools.combinations(dims, n)]
+    products = [".".join(c) for n in range(1, len(dims) + 1) for c in itertools.combinations(dims, n)]
+    return [*products, *map(for_reductions, products)]
 
 
 def shard(s: Stored, mesh: Mesh, rank: int, whole: Tensor, steps: int, padding: float) -> Tensor:
@@ -197,7 +198,7 @@ def test_shared_kv_heads_and_ties_are_summed_over_their_groups() -> None:
             storage.reduce_final([s], [Sums(())], grad, mesh, torch.float64)[0],
         ]
 
-    for rank, (pairs, everyone, nobody) in enumerate(simulate(mesh, ["tp", "tp%2"], work)):
+    for rank, (pairs, everyone, nobody) in enumerate(simulate(mesh, ["tp/reduce", "tp%2/reduce"], work)):
         assert pairs.tolist() == [[1.0, 2.0], [5.0, 2.0]][rank // 2]
         assert everyone.tolist() == [6.0, 4.0]
         assert nobody.tolist() == [float(rank), 1.0]

@@ -133,15 +133,15 @@ def test_decay_leaves_norms_alone_on_every_layout(mesh: str, more: tuple[str, ..
 def test_replicated_norm_gradients_are_summed_over_sequence_shards() -> None:
     """Parts 1 and 3 from two sequence shards: 4 on both ranks, through the lowered REDUCE."""
     block = tiny.segment("llama", "block", "tp2")
-    graph = block.graphs["reduce"]
+    graph, wait = block.graphs["reduce"], block.graphs["reduce_wait"]
     assert block.sums["norm_attn"].dims == block.sums["norm_mlp"].dims == ("tp",)
     assert block.sums["wq"].dims == ()
 
     def work(rank: int, groups: Groups) -> dict[str, Tensor]:
         grads = [torch.full(block.stored[n].local, 1.0 + 2 * rank, dtype=torch.float64) for n in graph.inputs]
-        return dict(zip(graph.outputs, graph.module(*grads), strict=True))
+        return dict(zip(wait.outputs, wait.module(*graph.module(*grads)), strict=True))
 
-    for rank, out in enumerate(simulate(tiny.make("llama", "tp2").job.mesh, ["tp"], work)):
+    for rank, out in enumerate(simulate(tiny.make("llama", "tp2").job.mesh, ["tp/reduce"], work)):
         assert out["norm_attn"].unique().tolist() == out["norm_mlp"].unique().tolist() == [4.0]
         assert out["wq"].unique().tolist() == [1.0 + 2 * rank]  # a shard's own gradient is whole
 

@@ -470,7 +470,7 @@ def _reduce_wait(u: _Unit) -> Op:
 
 
 def _send(a: Action, place: Place) -> Op:
-    group, unit, peer, act = place.groups["pp"], a.unit, a.peer, a.what == "act"
+    group, unit, peer, act = place.groups[f"pp/{a.what}"], a.unit, a.peer, a.what == "act"
 
     def op(s: _Slots, mb: int) -> None:
         x = _take(s.act if act else s.grad, (unit, mb)).contiguous()
@@ -480,7 +480,7 @@ def _send(a: Action, place: Place) -> Op:
 
 
 def _receive(a: Action, program: Program, place: Place) -> Op:
-    group, unit, peer, act = place.groups["pp"], a.unit, a.peer, a.what == "act"
+    group, unit, peer, act = place.groups[f"pp/{a.what}"], a.unit, a.peer, a.what == "act"
     shape, dtype = program.segments["embed"].act  # type: ignore[misc]
 
     def op(s: _Slots, mb: int) -> None:
