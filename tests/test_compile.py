@@ -47,7 +47,7 @@ def test_only_what_the_actions_call_is_compiled() -> None:
     made, program = make()
     first, last = (called(program, actions) for actions in made.train)
     assert set(first) == {(s, g) for s in ("embed", "block") for g in ("forward", "backward")}
-    assert set(last) == {(s, g) for s in ("block", "head") for g in ("forward", "backward")}
+    assert set(last) == {("block", "forward"), ("block", "backward"), ("head", "backward")}
     assert first[0] == ("block", "backward")  # the largest first
     assert {g for _, g in called(program, made.evaluate[0])} == {"forward"}
     made, program = make("zero-bubble")
@@ -67,15 +67,12 @@ def test_a_compiled_segment_equals_the_uncompiled_one() -> None:
         batches.append({"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "sample": torch.arange(4) + 4 * i})
     counts = [made.job.module.counts(made.job.config, b) for b in batches]
     config = UpdateConfig(optim.Adamw(), 1.0)
-    head = [a for a in chain(*made.train) if a.unit == made.job.layers + 1]
+    head = [a for a in chain(*made.train, *made.evaluate) if a.unit == made.job.layers + 1]
     with stand_ins(made.job.mesh, program.groups()):
         compiled = compile_program(program, "on", "cpu", head)
     assert compiled.graphs == 2 and compiled.seconds > 0 and compiled.notice is None
     plain = uncompiled(program)
-    assert [k for k in plain if compiled.calls[k] is not plain[k]] == [
-        ("head", "forward"),
-        ("head", "backward"),
-    ]
+    assert [k for k in plain if compiled.calls[k] is not plain[k]] == [("head", "forward"), ("head", "backward")]
     a = verify.train(made, batches, counts, config, lambda step: 1e-3, program=program)
     b = verify.train(made, batches, counts, config, lambda step: 1e-3, program=program, calls=compiled.calls)
     assert a.reports != b.reports  # it was compiled code that ran

@@ -5,7 +5,7 @@ Shapes: B batch, S seq, E embed, H query heads, G key/value heads, K head_dim, M
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from einops import rearrange
@@ -124,17 +124,18 @@ def block(cfg: Config, p: Mapping[str, Tensor], x: Tensor, batch: Mapping[str, T
     return x + on.constrain(m, ACT)
 
 
-def _last(cfg: Config, p: Mapping[str, Tensor], x: Tensor, on: On) -> tuple[Tensor, Tensor]:
-    """The last activation, normed (`batch seq embed`), and the head's table (`embed vocab`)."""
+def _last(cfg: Config, p: Mapping[str, Tensor], x: Tensor, on: On) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """The last activation, normed (`batch seq embed`), and what makes scores of it (`batch seq vocab`)."""
     w = {name: on.gather(t) for name, t in p.items()}
+    table = rearrange(w["table"], "v e -> e v")
     h = on.constrain(ops.rms_norm(x, w["norm"], cfg.norm_eps), "batch seq embed")
-    return h, rearrange(w["table"], "v e -> e v")
+    return h, lambda h: h @ table
 
 
 def logits(cfg: Config, p: Mapping[str, Tensor], x: Tensor, on: On) -> Tensor:
     """The last activation -> scores of every token, `batch seq vocab`."""
-    h, table = _last(cfg, p, x, on)
-    return h @ table
+    h, scores = _last(cfg, p, x, on)
+    return scores(h)
 
 
 def head_and_loss(
@@ -148,12 +149,12 @@ def head_and_loss(
 ) -> Tensor:
     """The sum of -log p(label) over this batch's valid tokens, divided by `counts["tokens"]`: nats, 0-dim."""
 
-    h, table = _last(cfg, p, x, on)
+    h, scores = _last(cfg, p, x, on)
 
     def loss(here: Here, logits: Tensor, labels: Tensor) -> Tensor:
         return ops.cross_entropy(here, logits, labels, cfg.vocab).sum() / counts["tokens"]
 
     def chunk(h: Tensor, labels: Tensor) -> Tensor:
-        return on.island(loss, ("batch seq vocab", "batch seq"), "+batch +seq")(h @ table, labels)
+        return on.island(loss, ("batch seq vocab", "batch seq"), "+batch +seq")(scores(h), labels)
 
     return ops.in_chunks(chunk, cfg.loss_chunks, h, batch["labels"])
