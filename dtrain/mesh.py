@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -241,10 +241,11 @@ class SimulatedGroup(dist.ProcessGroup):
     torch 2.11 and 2.13 call the gather and the reduce-scatter by different names; both are here.
     """
 
-    def __init__(self, index: int, meeting: _Meeting, mail: dict[tuple[int, int], deque[Tensor]]) -> None:
+    def __init__(self, index: int, meeting: _Meeting, mail: dict[tuple[int, int, int], Tensor]) -> None:
         super().__init__(index, meeting.members)  # type: ignore[call-arg]
         self.index, self.meeting, self.mail = index, meeting, mail
         self.turn = 0
+        self.messages: Counter[tuple[int, int]] = Counter()  # so far, by (from, to): they are matched in order
 
     def size(self) -> int:
         return self.meeting.members
@@ -259,7 +260,7 @@ class SimulatedGroup(dist.ProcessGroup):
         for out, x in zip(outs, ins, strict=True):
             self.turn += 1
             self.meeting.put(self.turn, self.index, x.clone(), combine)
-            out.fill_(float("nan") if out.is_floating_point() else torch.iinfo(out.dtype).min)
+            _spoil(out)
 
         def take() -> None:
             for turn, out in enumerate(outs, first):
@@ -283,20 +284,31 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> dist.Work:
         with self.meeting.ready:
-            self.mail.setdefault((self.index, dst), deque()).append(tensors[0].clone())
+            self.mail[self._message(self.index, dst)] = tensors[0].clone()
             self.meeting.ready.notify_all()
         return _Done()
 
+    def _message(self, src: int, dst: int) -> tuple[int, int, int]:
+        self.messages[src, dst] += 1
+        return src, dst, self.messages[src, dst]
+
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> dist.Work:
+        message = self._message(src, self.index)
+        _spoil(tensors[0])
+
         def take() -> None:
             with self.meeting.ready:
-                self.meeting.wait_until(lambda: bool(self.mail.get((src, self.index))), lambda: {src})
-                sent = self.mail[src, self.index].popleft()
+                self.meeting.wait_until(lambda: message in self.mail, lambda: {src})
+                sent = self.mail.pop(message)
             if sent.shape != tensors[0].shape or sent.dtype != tensors[0].dtype:
                 raise RuntimeError(f"received {tuple(sent.shape)} {sent.dtype}, expected {tuple(tensors[0].shape)}")
             tensors[0].copy_(sent)
 
         return _Pending(take)
+
+
+def _spoil(x: Tensor) -> None:
+    x.fill_(float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).min)
 
 
 def _total(parts: list[Tensor]) -> Tensor:
@@ -319,7 +331,7 @@ def simulate(mesh: Mesh, names: Iterable[str], work: Callable[[int, Groups], T],
     The first failure stops all ranks and is raised here; a rank that waits `patience` seconds for others fails.
     """
     abort = threading.Event()
-    meetings: dict[tuple[str, tuple[int, ...]], tuple[_Meeting, dict[tuple[int, int], deque[Tensor]]]] = {}
+    meetings: dict[tuple[str, tuple[int, ...]], tuple[_Meeting, dict[tuple[int, int, int], Tensor]]] = {}
     for name in names:
         for members in all_groups(mesh, name):
             meetings[name, members] = (_Meeting(name, members, abort, patience), {})

@@ -1,4 +1,4 @@
-from collections import deque
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -90,7 +90,7 @@ def run(program):
     weights = [2 + unit % 3 for unit in range(program.units)]
     head = program.units - 1
     values = [{} for _ in program.lists]
-    wires = {}
+    wires, posted = defaultdict(list), Counter()
     at = [0] * len(program.lists)
     while any(at[rank] < len(todo) for rank, todo in enumerate(program.lists)):
         before = list(at)
@@ -99,8 +99,10 @@ def run(program):
             while at[rank] < len(todo):
                 a = todo[at[rank]]
                 u, m = a.unit, a.mb
-                if a.kind == "RECV" and not wires.get((a.peer, rank)):
-                    break
+                if a.kind == "WAIT" and a.what in ("act", "grad"):
+                    wire, number = here["receiving", a.what, u, m]
+                    if len(wire) <= number:
+                        break
                 at[rank] += 1
                 if a.kind == "UNSHARD":
                     here["gathering", u] = weights[u]
@@ -120,9 +122,14 @@ def run(program):
                     here["grad", u - 1, m] = grad * here["params", u]
                     here["wsaved", u, m] = grad * here.pop(("saved", u, m) if u < head else ("act", u - 1, m))
                 elif a.kind == "SEND":
-                    wires.setdefault((rank, a.peer), deque()).append(here.pop((a.what, u, m)))
+                    wires[rank, a.peer, a.what].append(here.pop((a.what, u, m)))
                 elif a.kind == "RECV":
-                    here[a.what, u, m] = wires[a.peer, rank].popleft()
+                    number = posted[a.peer, rank, a.what]
+                    here["receiving", a.what, u, m] = (wires[a.peer, rank, a.what], number)
+                    posted[a.peer, rank, a.what] += 1
+                elif a.what in ("act", "grad"):
+                    wire, number = here.pop(("receiving", a.what, u, m))
+                    here[a.what, u, m] = wire[number]
                 elif a.kind == "REDUCE":
                     here["reducing", u, m] = here.pop(("accum" if m < 0 else "partial", u))
                 if a.kind in ("B", "W"):
@@ -179,18 +186,41 @@ ACT = {"unit": 1, "what": "act"}
 GRAD = {"unit": 1, "what": "grad"}
 
 
-def test_deadlock_of_two_that_both_send_first():
+def test_deadlock_of_two_that_both_wait_for_their_sends():
+    """Each end waits for its send before it posts the receive that the other one's send waits for."""
     program = pipeline()
-    late = Action("RECV", mb=1, peer=0, **ACT)
-    lists = moved(program, 1, late, to=Action("SEND", mb=0, peer=0, **GRAD))
+    lists = [list(todo) for todo in program.lists]
+    forward, back = Action("SEND", mb=1, peer=1, **ACT), Action("SEND", mb=0, peer=0, **GRAD)
+    for todo, send, receive in (
+        (lists[0], forward, Action("RECV", mb=0, peer=1, **GRAD)),
+        (lists[1], back, Action("RECV", mb=1, peer=0, **ACT)),
+    ):
+        wait = Action("WAIT", send.unit, send.mb, what="sent")
+        todo.remove(wait)
+        todo.remove(receive)
+        i = todo.index(send)
+        todo[i + 1 : i + 1] = [wait, receive]
     with pytest.raises(Deadlock) as caught:
         finish(lists)
-    i = lists[0].index(Action("SEND", mb=1, peer=1, **ACT))
-    j = lists[1].index(Action("SEND", mb=0, peer=0, **GRAD))
+    i, j = lists[0].index(forward) + 1, lists[1].index(back) + 1
     assert str(caught.value) == (
-        f"coordinate 0 at {i} SEND act(1, 1) to 1 waits for RECV act(1, 1) from 0 on coordinate 1; "
-        f"coordinate 1 at {j} SEND grad(1, 0) to 0 waits for RECV grad(1, 0) from 1 on coordinate 0"
+        f"coordinate 0 at {i} WAIT sent(1, 1) is blocked; "
+        "coordinate 0's SEND act(1, 1) to 1 waits for RECV act(1, 1) from 0; "
+        f"coordinate 1 at {j} WAIT sent(1, 0) is blocked; "
+        "coordinate 1's SEND grad(1, 0) to 0 waits for RECV grad(1, 0) from 1"
     )
+    finish(program.lists)
+
+
+def test_deadlock_of_a_receive_posted_too_early():
+    """A direction runs in order: a send behind a receive waits for what that one waits for."""
+    program = pipeline(pp=3, microbatches=4)
+    lists = [list(todo) for todo in program.lists]
+    receives = [a for a in lists[1] if a.kind == "RECV" and a.what == "act"]
+    assert len(receives) == 4
+    finish([lists[0], receives[:3] + [a for a in lists[1] if a not in receives[:3]], lists[2]])
+    with pytest.raises(Deadlock, match=r"coordinate 1's RECV act\(1, 3\) from 0 waits for SEND act\(1, 3\) to 1"):
+        finish([lists[0], receives + [a for a in lists[1] if a not in receives], lists[2]])
 
 
 def test_deadlock_of_a_ring():
@@ -201,7 +231,7 @@ def test_deadlock_of_a_ring():
         ]
         for r in range(3)
     ]
-    with pytest.raises(Deadlock, match=r"coordinate 0 at 0 .*coordinate 1 at 0 .*coordinate 2 at 0"):
+    with pytest.raises(Deadlock, match=r"coordinate 0's SEND .*coordinate 1's SEND .*coordinate 2's SEND"):
         finish(ring)
     finish([ring[0], ring[1][::-1], ring[2]])  # one that receives first is enough
 
@@ -240,7 +270,7 @@ def test_mismatched_value():
     lists = [list(todo) for todo in pipeline().lists]
     index = lists[1].index(Action("SEND", mb=0, peer=0, **GRAD))
     lists[1][index] = replace(lists[1][index], what="act")
-    with pytest.raises(Mismatched, match=r"SEND act\(1, 0\) to 0, but RECV grad\(1, 0\) from 1"):
+    with pytest.raises(Mismatched, match=r"from coordinate 1 to 0: SEND act\(1, 0\) to 0, but nothing received"):
         finish(lists)
 
 
@@ -253,6 +283,8 @@ def test_mismatched_number():
 
 GATHERED = Action("WAIT", 0, what="params")
 REDUCED = Action("WAIT", 3, what="grads")
+ARRIVED = Action("WAIT", 1, 1, what="act")
+SENT = Action("WAIT", 1, 0, what="sent")
 
 
 @pytest.mark.parametrize(
@@ -264,12 +296,20 @@ REDUCED = Action("WAIT", 3, what="grads")
         (0, Action("FREE", 0), GATHERED, r"frees params\(0\) before anything has read it"),
         (0, Action("B", 1, 1), Action("B", 0, 1), r"B\(0, 1\) needs grad\(0, 1\)"),
         (0, Action("SEND", mb=0, peer=1, **ACT), Action("F", 0, 0), r"needs act\(1, 0\), not made before"),
-        (0, Action("RECV", mb=1, peer=1, **GRAD), Action("B", 1, 1), r"needs grad\(1, 1\), not made"),
+        (
+            0,
+            Action("RECV", mb=1, peer=1, **GRAD),
+            Action("B", 1, 1),
+            r"WAIT grad\(1, 1\) needs receiving grad\(1, 1\), not made",
+        ),
         (1, Action("REDUCE", 3), Action("B", 3, 0), r"adds to accum\(3\) after its REDUCE"),
         (1, Action("UPDATE"), Action("REDUCE", 3), r"UPDATE needs reduced\(3\), still in flight"),
         (1, REDUCED, Action("UPDATE"), r"UPDATE needs reduced\(3\), still in flight"),
         (1, REDUCED, Action("B", 3, 1), r"WAIT grads\(3\) needs reducing\(3\), not made before"),
         (1, Action("UPDATE"), REDUCED, r"UPDATE must be last"),
+        (1, ARRIVED, Action("F", 2, 1), r"F\(2, 1\) needs act\(1, 1\), still in flight: receiving act\(1, 1\)"),
+        (1, ARRIVED, None, r"WAIT act\(1, 1\) needs receiving act\(1, 1\), not made before"),
+        (0, SENT, Action("F", 1, 0), r"WAIT sent\(1, 0\) needs sending\(1, 0\), not made before"),
     ],
 )
 def test_an_action_moved_to_the_wrong_place(rank, action, to, message):
@@ -325,6 +365,22 @@ def test_faults_of_reductions_in_flight():
         program.check(without(program, first))
     with pytest.raises(Unordered, match=r"WAIT grads\(1, 0\) needs reducing\(1, 0\), freed at"):
         program.check([[*program.lists[0][:-1], first, Action("UPDATE")]])
+
+
+def test_faults_of_transfers_in_flight():
+    program = pipeline()
+    lists = [list(todo) for todo in program.lists]
+    lists[0].remove(SENT)
+    with pytest.raises(Unordered, match=r"coordinate 0 ends with sending\(1, 0\) left over"):
+        program.check(lists)
+    receive = Action("RECV", mb=1, peer=0, **ACT)
+    with pytest.raises(Unordered, match=r"RECV act\(1, 1\) from 0 overwrites receiving act\(1, 1\)"):
+        twice = [receive, *program.lists[1]]
+        happens_before([program.lists[0], twice], units=4, microbatches=2, gathered=program.gathered)
+    with pytest.raises(Unordered, match=r"RECV act\(1, 1\) from 0 overwrites act\(1, 1\), which is still in use"):
+        i = program.lists[1].index(ARRIVED)
+        again = [*program.lists[1][: i + 1], receive, *program.lists[1][i + 1 :]]
+        happens_before([program.lists[0], again], units=4, microbatches=2, gathered=program.gathered)
 
 
 def test_faults_of_gathers_in_flight():

@@ -142,8 +142,9 @@ def test_messages_arrive_in_order() -> None:
         for i in range(3):
             group.send([torch.tensor([10.0 * rank + i])], other, 0)
         got: list[Tensor] = [torch.empty(1) for _ in range(3)]
-        for x in got:
-            group.recv([x], other, 0).wait()
+        posted = [group.recv([x], other, 0) for x in got]
+        for work in reversed(posted):  # matched as they were posted, whichever is waited for first
+            work.wait()
         return [float(x) for x in got]
 
     assert simulate(Mesh((("pp", 2),)), ["pp"], work) == [[10.0, 11.0, 12.0], [0.0, 1.0, 2.0]]

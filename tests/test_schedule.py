@@ -225,21 +225,43 @@ def test_lists_of_one_process_written_out():
 def test_a_pipeline_written_out():
     lists = actions(compute_order("1f1b", 2, 1, 1), [range(2), range(2, 4)], [0, 1], keep="use", gathered={1, 2})
     assert text(lists[0]) == (
-        "UNSHARD(0) F(0, 0) UNSHARD(1) F(1, 0) FREE(1) SEND act(1, 0) to 1 "
-        "RECV grad(1, 0) from 1 UNSHARD(1) B(1, 0) FREE(1) REDUCE(1) B(0, 0) REDUCE(0) UPDATE"
+        "RECV grad(1, 0) from 1 UNSHARD(0) F(0, 0) UNSHARD(1) F(1, 0) FREE(1) SEND act(1, 0) to 1 "
+        "WAIT grad(1, 0) UNSHARD(1) B(1, 0) FREE(1) REDUCE(1) B(0, 0) WAIT sent(1, 0) REDUCE(0) UPDATE"
     )
     assert text(lists[1]) == (
-        "RECV act(1, 0) from 0 UNSHARD(2) F(2, 0) FREE(2) UNSHARD(3) "
-        "B(3, 0) REDUCE(3) UNSHARD(2) B(2, 0) FREE(2) SEND grad(1, 0) to 0 REDUCE(2) UPDATE"
+        "RECV act(1, 0) from 0 WAIT act(1, 0) UNSHARD(2) F(2, 0) FREE(2) UNSHARD(3) "
+        "B(3, 0) REDUCE(3) UNSHARD(2) B(2, 0) FREE(2) SEND grad(1, 0) to 0 WAIT sent(1, 0) REDUCE(2) UPDATE"
+    )
+
+
+def test_receives_are_posted_one_compute_early_and_sends_waited_for_late():
+    lists = actions(compute_order("1f1b", 2, 1, 3), [range(2), range(2, 4)], [0, 1], keep="step", gathered=())
+    moving = ("SEND", "RECV", "WAIT", "F", "B")
+    first, last = (
+        " ".join(str(a) for a in todo if a.kind in moving and a.unit in (1, 2) and a.what not in ("params", "grads"))
+        for todo in lists
+    )
+    assert first == (
+        "F(1, 0) RECV grad(1, 0) from 1 SEND act(1, 0) to 1 F(1, 1) WAIT sent(1, 0) SEND act(1, 1) to 1 "
+        "WAIT grad(1, 0) B(1, 0) RECV grad(1, 1) from 1 F(1, 2) WAIT sent(1, 1) SEND act(1, 2) to 1 "
+        "WAIT grad(1, 1) RECV grad(1, 2) from 1 B(1, 1) WAIT grad(1, 2) B(1, 2) WAIT sent(1, 2)"
+    )
+    assert last == (
+        "RECV act(1, 0) from 0 WAIT act(1, 0) RECV act(1, 1) from 0 F(2, 0) B(2, 0) SEND grad(1, 0) to 0 "
+        "WAIT act(1, 1) F(2, 1) RECV act(1, 2) from 0 B(2, 1) WAIT sent(1, 0) SEND grad(1, 1) to 0 "
+        "WAIT act(1, 2) F(2, 2) B(2, 2) WAIT sent(1, 1) SEND grad(1, 2) to 0 WAIT sent(1, 2)"
     )
 
 
 def test_evaluation_lists():
     lists = forward_only([range(2), range(2, 3)], [0, 1], 2, keep="step", gathered={1})
     assert text(lists[0]) == (
-        "UNSHARD(0) F(0, 0) UNSHARD(1) F(1, 0) SEND act(1, 0) to 1 F(0, 1) F(1, 1) FREE(1) SEND act(1, 1) to 1"
+        "UNSHARD(0) F(0, 0) UNSHARD(1) F(1, 0) SEND act(1, 0) to 1 "
+        "F(0, 1) F(1, 1) FREE(1) WAIT sent(1, 0) SEND act(1, 1) to 1 WAIT sent(1, 1)"
     )
-    assert text(lists[1]) == ("RECV act(1, 0) from 0 UNSHARD(2) F(2, 0) RECV act(1, 1) from 0 F(2, 1)")
+    assert text(lists[1]) == (
+        "RECV act(1, 0) from 0 WAIT act(1, 0) RECV act(1, 1) from 0 UNSHARD(2) F(2, 0) WAIT act(1, 1) F(2, 1)"
+    )
 
 
 def test_keep_decides_how_often_a_unit_is_gathered():
@@ -284,6 +306,11 @@ def test_passes_move_starts_and_waits_and_nothing_else(schedule, pp, microbatche
     units = range(stages[-1].stop)
     kwargs = {"keep": "use", "gathered": units, "reduce_each": units}
     plain = actions(order, stages, owner, **kwargs)
+    for todo in plain:
+        sending = 0
+        for a in todo:
+            sending += (a.kind == "SEND") - (a.what == "sent")
+            assert sending <= 2  # one a direction
     for before, after in zip(
         plain, actions(order, stages, owner, prefetched=distance, deferred=most, **kwargs), strict=True
     ):

@@ -4,21 +4,22 @@ A value is named by a triple (name, unit, microbatch), the microbatch -1 where t
 (gathered), `act` (the output of a unit), `grad` (the gradient with respect to it), `saved` (what a forward
 keeps for its backward), `wsaved` (what I keeps for W), `partial` (one microbatch's gradient, where it is
 reduced by itself), `accum` (the gradient sum) and `reduced` (the gradient for the update). What has been started
-and not waited for is another value, `gathering` or `reducing`, that only its WAIT reads.
+and not waited for is another value, that only its WAIT reads: `gathering`, `reducing`, `receiving act`,
+`receiving grad` or `sending`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import product, zip_longest
 
 from dtrain.program.schedule import Action
 
 Value = tuple[str, int, int]
 # What a value becomes: while it is in flight, the other one cannot be there or be used.
-LANDS = {"gathering": "params"}
+LANDS = {"gathering": "params", "receiving act": "act", "receiving grad": "grad"}
 
 
 class ScheduleError(ValueError):
@@ -64,12 +65,18 @@ def effects(action: Action, head: int, *, train: bool = True, reduce_each: Colle
     moved: tuple[Value, ...] = ((action.what, unit, mb),)
     gathering: tuple[Value, ...] = (("gathering", unit, -1),)
     reducing: tuple[Value, ...] = (("reducing", unit, mb),)
+    receiving: tuple[Value, ...] = ((f"receiving {action.what}", unit, mb),)
+    sending: tuple[Value, ...] = (("sending", unit, mb),)
     apart, summed = (partial, ()) if unit in reduce_each else ((), accum)
     match action.kind:
         case "UNSHARD":
             return Effects(writes=gathering)
         case "WAIT" if action.what == "params":
             return Effects(reads=gathering, frees=gathering, writes=params)
+        case "WAIT" if action.what == "sent":
+            return Effects(reads=sending, frees=sending)
+        case "WAIT" if action.what in ("act", "grad"):
+            return Effects(reads=receiving, frees=receiving, writes=moved)
         case "WAIT":
             into = accum if mb >= 0 else (("reduced", unit, -1),)
             return Effects(reads=reducing, frees=reducing, adds=into)
@@ -90,23 +97,28 @@ def effects(action: Action, head: int, *, train: bool = True, reduce_each: Colle
         case "REDUCE":
             return Effects(reads=accum, frees=accum, writes=reducing)
         case "SEND":
-            return Effects(reads=moved, frees=moved)
+            return Effects(reads=moved, frees=moved, writes=sending)
         case "RECV":
-            return Effects(writes=moved)
+            return Effects(writes=receiving)
         case "UPDATE":
             return Effects()
 
 
 def finish(lists: Sequence[Sequence[Action]], tied: Iterable[tuple[int, int]] = ()) -> None:
-    """Run the lists with transfers that block until both ends are reached, unbuffered and in order.
+    """Run the lists as on a device with nothing buffered: SEND and RECV put a transfer in the queue of their
+    coordinate and direction, a transfer happens when it is the first in the queues of both its ends, and a WAIT for
+    it blocks until then.
 
-    The step's REDUCEs of two `tied` units meet in the same way if they are on different coordinates, and
-    UPDATE, which needs the global gradient norm, meets on all. Raises Mismatched or Deadlock.
+    The step's REDUCEs of two `tied` units meet if they are on different coordinates (their start blocks here, which
+    is stricter than a device), and UPDATE, which needs the global gradient norm, meets on all. Raises Mismatched or
+    Deadlock.
     """
     _check_order(lists)
     other = {a: b for pair in tied for a, b in (pair, pair[::-1])}
     home = {a.unit: rank for rank, todo in enumerate(lists) for a in todo if a.kind == "REDUCE"}
     at = [0] * len(lists)
+    queues: dict[tuple[int, str], deque[Action]] = defaultdict(deque)
+    done: list[set[Value]] = [set() for _ in lists]
 
     def current(rank: int) -> Action | None:
         return lists[rank][at[rank]] if 0 <= rank < len(lists) and at[rank] < len(lists[rank]) else None
@@ -114,16 +126,23 @@ def finish(lists: Sequence[Sequence[Action]], tied: Iterable[tuple[int, int]] = 
     def meets(rank: int, action: Action) -> dict[int, Action]:
         """Where each other coordinate has to be for this action to run."""
         match action.kind:
-            case "SEND":
-                return {action.peer: Action("RECV", action.unit, action.mb, rank, action.what)}
-            case "RECV":
-                return {action.peer: Action("SEND", action.unit, action.mb, rank, action.what)}
             case "UPDATE":
                 return {peer: action for peer in range(len(lists)) if peer != rank}
             case "REDUCE" if action.unit in other and action.mb < 0:
                 peer = home.get(other[action.unit], -1)
                 return {} if peer == rank else {peer: Action("REDUCE", other[action.unit])}
         return {}
+
+    def transfer(rank: int, what: str) -> bool:
+        """Let the first transfer of a queue happen, if the other end is as far."""
+        first = next(iter(queues[rank, what]), None)
+        there = next(iter(queues[first.peer, what]), None) if first else None
+        if first is None or there is None or there != _other_end(first, rank):
+            return False
+        for end, a in ((rank, first), (first.peer, there)):
+            queues[end, what].popleft()
+            done[end].add(("sent" if a.kind == "SEND" else what, a.unit, a.mb))
+        return True
 
     moved = True
     while moved:
@@ -133,32 +152,47 @@ def finish(lists: Sequence[Sequence[Action]], tied: Iterable[tuple[int, int]] = 
                 wanted = meets(rank, action)
                 if any(current(peer) != there for peer, there in wanted.items()):
                     break
+                if action.kind == "WAIT" and action.what in ("sent", "act", "grad"):
+                    if (action.what, action.unit, action.mb) not in done[rank]:
+                        break
+                elif action.kind in ("SEND", "RECV"):
+                    queues[rank, action.what].append(action)
                 for peer in (rank, *wanted):
                     at[peer] += 1
                 moved = True
+        for rank, what in list(queues):
+            while transfer(rank, what):
+                moved = True
     waiting = []
     for rank in range(len(lists)):
-        if (action := current(rank)) is None:
-            continue
-        for peer, there in meets(rank, action).items():
-            if current(peer) != there:
-                who = f"coordinate {peer}" if peer >= 0 else "any coordinate"
-                waiting.append(f"coordinate {rank} at {at[rank]} {action} waits for {there} on {who}")
+        if (action := current(rank)) is not None:
+            for peer, there in meets(rank, action).items():
+                if current(peer) != there:
+                    who = f"coordinate {peer}" if peer >= 0 else "any coordinate"
+                    waiting.append(f"coordinate {rank} at {at[rank]} {action} waits for {there} on {who}")
+            if action.kind == "WAIT":
+                waiting.append(f"coordinate {rank} at {at[rank]} {action} is blocked")
+        for what in ("act", "grad"):
+            if queue := queues[rank, what]:
+                waiting.append(f"coordinate {rank}'s {queue[0]} waits for {_other_end(queue[0], rank)}")
     if waiting:
         raise Deadlock("; ".join(waiting))
 
 
+def _other_end(a: Action, rank: int) -> Action:
+    return Action("RECV" if a.kind == "SEND" else "SEND", a.unit, a.mb, rank, a.what)
+
+
 def _check_order(lists: Sequence[Sequence[Action]]) -> None:
-    for source in range(len(lists)):
-        for target in range(len(lists)):
-            sent = [a for a in lists[source] if a.kind == "SEND" and a.peer == target]
-            received = [a for a in lists[target] if a.kind == "RECV" and a.peer == source]
-            for index, (out, into) in enumerate(zip_longest(sent, received)):
-                if not out or not into or (out.what, out.unit, out.mb) != (into.what, into.unit, into.mb):
-                    raise Mismatched(
-                        f"transfer {index} from coordinate {source} to {target}: "
-                        f"{out or 'nothing sent'}, but {into or 'nothing received'}"
-                    )
+    for source, target, what in product(range(len(lists)), range(len(lists)), ("act", "grad")):
+        sent = [a for a in lists[source] if (a.kind, a.peer, a.what) == ("SEND", target, what)]
+        received = [a for a in lists[target] if (a.kind, a.peer, a.what) == ("RECV", source, what)]
+        for index, (out, into) in enumerate(zip_longest(sent, received)):
+            if not out or not into or (out.unit, out.mb) != (into.unit, into.mb):
+                raise Mismatched(
+                    f"transfer {index} from coordinate {source} to {target}: "
+                    f"{out or 'nothing sent'}, but {into or 'nothing received'}"
+                )
 
 
 def happens_before(

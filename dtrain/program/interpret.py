@@ -136,12 +136,11 @@ class _Slots:
     flying: dict[tuple[str, int, int], Any] = field(default_factory=dict)  # started, not waited for
     params: dict[int, Sequence[Tensor]] = field(default_factory=dict)
     batches: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
-    act: dict[tuple[int, int], Any] = field(default_factory=dict)
-    grad: dict[tuple[int, int], Any] = field(default_factory=dict)
+    act: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    grad: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     saved: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
     accumulated: dict[Any, Tensor] = field(default_factory=dict)
     reduced: dict[str, Tensor] = field(default_factory=dict)
-    sending: list[tuple[Any, Tensor]] = field(default_factory=list)
 
 
 Op = Callable[[_Slots, int], None]  # what an action does to the values in flight, for a microbatch
@@ -175,8 +174,6 @@ def run(bound: Bound, weights: Weights, step: Step) -> Tensor:
         if step.watch is not None:
             step.watch(position, action)
         op(slots, action.mb)
-    for work, _ in slots.sending:
-        work.wait()
     return slots.loss
 
 
@@ -314,6 +311,8 @@ def _op(a: Action, program: Program, calls: Calls, place: Place, units: Mapping[
             return _unshard_wait(units[a.unit])
         case "WAIT" if a.what == "grads":
             return _reduce_early_wait(units[a.unit]) if a.mb >= 0 else _reduce_wait(units[a.unit])
+        case "WAIT":
+            return _transferred(a)
     raise ValueError(f"{a} is no action of a list")
 
 
@@ -340,7 +339,7 @@ def _forward(u: _Unit, training: bool) -> Op:
     first, last, keeps_x = u.first, u.last, "x" in u.kept
 
     def op(s: _Slots, mb: int) -> None:
-        x = () if first else (_take(s.act, (here - 1, mb)),)
+        x = () if first else (s.act.pop((here - 1, mb)),)
         y, *saved = call(*args(s, mb, x))
         if training:
             s.saved[here, mb] = (*saved, *x) if keeps_x else tuple(saved)
@@ -364,8 +363,8 @@ def _backward(u: _Unit, graph: str) -> Op:
     keys: list[Any] = [(here, n) if u.early else paths[n] for n in names]
 
     def op(s: _Slots, mb: int) -> None:
-        grad = (_take(s.grad, (here, mb)),) if takes_grad else ()
-        given = args(s, mb, (_take(s.act, (here - 1, mb)),) if last else (*s.saved.pop((here, mb)), *grad))
+        grad = (s.grad.pop((here, mb)),) if takes_grad else ()
+        given = args(s, mb, (s.act.pop((here - 1, mb)),) if last else (*s.saved.pop((here, mb)), *grad))
         fresh = not u.early and not all(k in s.accumulated for k in keys)
         busy = _addresses(given) if fresh else Counter()
         out = call(*given)
@@ -391,7 +390,7 @@ def _backward_input(u: _Unit) -> Op:
     gives_x = not u.first
 
     def op(s: _Slots, mb: int) -> None:
-        kept = (*s.saved.pop((here, mb)), _take(s.grad, (here, mb)))
+        kept = (*s.saved.pop((here, mb)), s.grad.pop((here, mb)))
         out = call(*args(s, mb, kept))
         if gives_x:
             s.grad[here - 1, mb] = out[0]
@@ -473,29 +472,33 @@ def _send(a: Action, place: Place) -> Op:
     group, unit, peer, act = place.groups[f"pp/{a.what}"], a.unit, a.peer, a.what == "act"
 
     def op(s: _Slots, mb: int) -> None:
-        x = _take(s.act if act else s.grad, (unit, mb)).contiguous()
-        s.sending.append((group.send([x], peer, 0), x))
+        x = (s.act if act else s.grad).pop((unit, mb)).contiguous()
+        s.flying["sent", unit, mb] = (group.send([x], peer, 0), x)
 
     return op
 
 
 def _receive(a: Action, program: Program, place: Place) -> Op:
-    group, unit, peer, act = place.groups[f"pp/{a.what}"], a.unit, a.peer, a.what == "act"
+    group, unit, peer, what = place.groups[f"pp/{a.what}"], a.unit, a.peer, a.what
     shape, dtype = program.segments["embed"].act  # type: ignore[misc]
 
     def op(s: _Slots, mb: int) -> None:
         x = torch.empty(shape, dtype=dtype, device=place.device)
-        (s.act if act else s.grad)[unit, mb] = (group.recv([x], peer, 0), x)
+        s.flying[what, unit, mb] = (group.recv([x], peer, 0), x)
 
     return op
 
 
-def _take(values: dict[tuple[int, int], Any], at: tuple[int, int]) -> Tensor:
-    value = values.pop(at)
-    if isinstance(value, tuple):  # a receive that was posted earlier
-        work, value = value
+def _transferred(a: Action) -> Op:
+    unit, what = a.unit, a.what
+
+    def op(s: _Slots, mb: int) -> None:
+        work, x = s.flying.pop((what, unit, mb))
         work.wait()
-    return value  # type: ignore[no-any-return]
+        if what != "sent":
+            (s.act if what == "act" else s.grad)[unit, mb] = x
+
+    return op
 
 
 def _update(program: Program, calls: Calls, place: Place) -> Op:

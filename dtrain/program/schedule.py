@@ -10,9 +10,10 @@ wait anywhere, and nothing is computed twice. It has no halves either, for the s
 
 What runs beside the computes is started by one action and ended by another. UNSHARD(unit) starts the gather of a
 unit's parameters, and WAIT params(unit) must come before its first use; REDUCE(unit, mb) or REDUCE(unit) starts a
-reduction, and WAIT grads(...) adds its result. Between the two nothing may read, free or reuse what is in flight.
-`prefetch` moves the starts of gathers forward, `defer` puts off the waits for reductions; a list without either
-waits at once.
+reduction, and WAIT grads(...) adds its result; RECV posts a receive, and WAIT act(...) or WAIT grad(...) is its end;
+SEND starts a send, and WAIT sent(...) releases its buffer. Between the two nothing may read, free or reuse what is
+in flight. `prefetch` moves the starts of gathers forward, `defer` puts off the waits for reductions; a list without
+either waits at once.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ DURATIONS: Mapping[Kind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
 class Action:
     """One entry of a list. `peer` is the pipeline coordinate at the other end of a SEND or RECV, `what` says
     whether it carries the output of `unit` for microbatch `mb` (`act`) or the gradient with respect to that
-    output (`grad`). A WAIT says in `what` what it ends: `params` of an UNSHARD, `grads` of a REDUCE."""
+    output (`grad`). A WAIT says in `what` what it ends: `params` of an UNSHARD, `grads` of a REDUCE, `act` or
+    `grad` of a RECV, or a `sent`."""
 
     kind: Kind
     unit: int = -1
@@ -234,7 +236,7 @@ def actions(
         raise ValueError(f"tied is {pairs}; a unit may be tied to one other unit")
     return [
         defer(prefetch(_with_gathers(_with_reduces(todo, late, reduce_each), keep, gathered), prefetched), deferred)
-        for todo in _with_transfers(order, stages, coordinate, train=True)
+        for todo in map(_apart, _with_transfers(order, stages, coordinate, True))
     ]
 
 
@@ -258,7 +260,7 @@ def forward_only(
     ]
     return [
         prefetch(_with_gathers(todo, "step" if keep == "step" else "use", gathered), prefetched)
-        for todo in _with_transfers(order, stages, coordinate, train=False)
+        for todo in map(_apart, _with_transfers(order, stages, coordinate, False))
     ]
 
 
@@ -304,13 +306,54 @@ def _with_transfers(
     return lists
 
 
+def _apart(todo: Sequence[Action]) -> list[Action]:
+    """Transfers that run beside the computes.
+
+    A RECV is posted one compute of a stage early, unless the last message of its direction is not taken up yet, and
+    its WAIT stands before its reader; the WAIT for a send comes before the next SEND of its direction, or at the end.
+    No RECV comes later than before and the transfers of a direction keep their order. So the lists still finish,
+    without buffers and with each direction in order: what a WAIT waits for is earlier in the global order.
+    """
+    out: list[Action] = []
+    coming: dict[tuple[str, int, int], None] = {}
+    sending: dict[str, Action] = {}
+
+    def sent(a: Action) -> Action:
+        return Action("WAIT", a.unit, a.mb, what="sent")
+
+    for action in todo:
+        if action.kind == "SEND":
+            out += [sent(sending[action.what])] if action.what in sending else []
+            sending[action.what] = action
+        if action.kind == "RECV":
+            ahead = any(what == action.what for what, _, _ in coming)
+            coming[action.what, action.unit, action.mb] = None
+            at, crossed = len(out), None
+            while not ahead and at and out[at - 1].what != action.what:
+                before = out[at - 1]
+                if before.kind in COMPUTES and (before.kind, before.mb) != (crossed or (before.kind, before.mb)):
+                    break
+                crossed = (before.kind, before.mb) if before.kind in COMPUTES else crossed
+                at -= 1
+            out.insert(at, action)
+            continue
+        if action.kind in ("F", "B", "I"):
+            for reads in (("act", action.unit - 1, action.mb), ("grad", action.unit, action.mb)):
+                if reads in coming:
+                    del coming[reads]
+                    out.append(Action("WAIT", reads[1], reads[2], what=reads[0]))
+        out.append(action)
+    return out + [sent(a) for a in sending.values()]
+
+
 def _with_reduces(computes: Sequence[Action], late: Sequence[int], reduce_each: Collection[int]) -> list[Action]:
     left = Counter(a.unit for a in computes if a.kind in ("B", "W"))
     here = set(left)
     out: list[Action] = []
     due: list[Action] = []
     for action in computes:
-        if action.kind not in ("SEND", "RECV"):  # another stage waits for a transfer, nobody for a REDUCE
+        # Another stage waits for a transfer, nobody for a REDUCE.
+        if action.kind not in ("SEND", "RECV") and action.what != "sent":
             out += due
             due = []
         out.append(action)
