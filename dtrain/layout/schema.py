@@ -198,7 +198,7 @@ class Run(Section):
 
 
 class Kernels(Section):
-    attention: Literal["auto", "flash", "math"] = "auto"
+    attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
 
 
 class Layout(Section):
