@@ -131,7 +131,7 @@ def make_deterministic(env: MutableMapping[str, str]) -> None:
     given = env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if given not in (":4096:8", ":16:8"):
         raise LaunchError(
-            f"run.deterministic needs CUBLAS_WORKSPACE_CONFIG :4096:8 or :16:8, not {given}; unset it or use one of these"
+            f"run.deterministic needs CUBLAS_WORKSPACE_CONFIG :4096:8 or :16:8, not {given}; unset it or use one"
         )
 
 
