@@ -36,7 +36,7 @@ class Gpu:
     `memory` is bytes as CUDA reports the total (a little under the datasheet's), None: the machine's own.
     `memory_rate` is bytes/s of device memory. `peak` is dense FLOP/s by dtype, no sparsity; a dtype that is
     missing is one the hardware lacks, and no entries at all means unknown. `links` is bytes/s per GPU, one
-    direction, in the vendor's reference node.
+    direction, in the vendor's reference node. `capability` is CUDA's compute capability, which kernels ask for.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Gpu:
     memory_rate: float | None
     peak: Mapping[str, float]
     links: Mapping[str, float]
+    capability: tuple[int, int] | None = None
 
 
 def _bytes(text: str) -> float:
@@ -119,11 +120,11 @@ _BLACKWELL_LINKS = {"nvlink": 900e9, "pcie": 64e9, "ib": 50e9}
 
 # Memory: totals as CUDA's out-of-memory messages print them. Memory rates: the datasheets named above.
 _GPUS = (
-    Gpu("v100-16", _gib(15.77), 900e9, _V100, _V100_LINKS),
-    Gpu("v100-32", _gib(31.74), 900e9, _V100, _V100_LINKS),
-    Gpu("a100-40", _gib(39.39), 1555e9, _A100, _A100_LINKS),
-    Gpu("a100-80", _gib(79.15), 2039e9, _A100, _A100_LINKS),
-    Gpu("h100-sxm", _gib(79.1), 3350e9, _H100, _H100_LINKS),
+    Gpu("v100-16", _gib(15.77), 900e9, _V100, _V100_LINKS, (7, 0)),
+    Gpu("v100-32", _gib(31.74), 900e9, _V100, _V100_LINKS, (7, 0)),
+    Gpu("a100-40", _gib(39.39), 1555e9, _A100, _A100_LINKS, (8, 0)),
+    Gpu("a100-80", _gib(79.15), 2039e9, _A100, _A100_LINKS, (8, 0)),
+    Gpu("h100-sxm", _gib(79.1), 3350e9, _H100, _H100_LINKS, (9, 0)),
     # H100 datasheet, PCIe column: 756 TFLOP/s bf16 dense, 2 TB/s; NVLink only by bridges between two cards.
     Gpu(
         "h100-pcie",
@@ -131,9 +132,10 @@ _GPUS = (
         2000e9,
         {"fp8": 1513e12, "bf16": 756e12, "fp16": 756e12, "tf32": 378e12, "fp32": 51.2e12, "fp64": 51.2e12},
         {"pcie": 64e9, "ib": 50e9},
+        (9, 0),
     ),
     # H200 datasheet: the H100's compute, 141 GB at 4.8 TB/s.
-    Gpu("h200", _gib(139.7), 4800e9, _H100, _H100_LINKS),
+    Gpu("h200", _gib(139.7), 4800e9, _H100, _H100_LINKS, (9, 0)),
     # DGX B200 datasheet: 72 PFLOP/s fp8 with sparsity, 64 TB/s over 8 GPUs; HGX B200: 75 fp32, 37 fp64 a GPU.
     Gpu(
         "b200",
@@ -141,6 +143,7 @@ _GPUS = (
         8000e9,
         {"fp8": 4500e12, "bf16": 2250e12, "fp16": 2250e12, "tf32": 1125e12, "fp32": 75e12, "fp64": 37e12},
         _BLACKWELL_LINKS,
+        (10, 0),
     ),
     # GB200 NVL72 datasheet over 72 GPUs: 360 PFLOP/s bf16 with sparsity, 576 TB/s, 5,760 TFLOP/s fp32, 2,880
     # fp64.
@@ -150,6 +153,7 @@ _GPUS = (
         8000e9,
         {"fp8": 5000e12, "bf16": 2500e12, "fp16": 2500e12, "tf32": 1250e12, "fp32": 80e12, "fp64": 40e12},
         _BLACKWELL_LINKS,
+        (10, 0),
     ),
     # Local processes over gloo: peaks and memory are the machine's own; the rate is a laptop's, rounded.
     Gpu("cpu", None, None, {}, {"loopback": 2e9}),

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -121,6 +121,18 @@ def device_of(gpu: str, rank: int, local_rank: int, visible: int) -> str:
             f"start at most {visible} ranks there or show it more GPUs"
         )
     return f"cuda:{local_rank}"
+
+
+def make_deterministic(env: MutableMapping[str, str]) -> None:
+    """cuBLAS repeats its results only with one of two workspaces, which it reads when it starts; torch refuses others.
+
+    Raises LaunchError where the environment asks for another one.
+    """
+    given = env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if given not in (":4096:8", ":16:8"):
+        raise LaunchError(
+            f"run.deterministic needs CUBLAS_WORKSPACE_CONFIG :4096:8 or :16:8, not {given}; unset it or use one"
+        )
 
 
 def claim(folder: Path, gpu: str, rank: int) -> int:
@@ -304,6 +316,8 @@ def _rank(
     visible = torch.cuda.device_count() if gpu != "cpu" and torch.cuda.is_available() else 0
     device = device_of(gpu, seat.rank, seat.local_rank, visible)
     if device != "cpu":
+        if layout.run.deterministic:
+            make_deterministic(os.environ)
         torch.cuda.set_device(device)
         claim(folder, str(torch.cuda.get_device_properties(device).uuid), seat.rank)
     backend = "gloo" if device == "cpu" else "nccl"

@@ -8,6 +8,8 @@ V vocabulary; a vocabulary or heads may be the local part.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -180,6 +182,11 @@ def attention(
     hold all scores; any other kernel is one opaque operation that saves q, k, v, the result and a
     log-sum-exp a row. `auto` takes the fastest that fits where the operation runs.
 
+    The seam for masks of packed documents: their boundaries enter as one more optional integer tensor beside
+    `valid_BT` (the document of each position, or the start of its document), and `_SCHEMA` gets that input. What is
+    saved stays the same, so plans and passes do not change. Flash and cuDNN then run their variable-length form
+    (`cu_seqlens` from the boundaries), math and efficient turn it into a mask of scores.
+
     Raises OpError for shapes, masks, dtypes or kernels that do not go together.
     """
     if kernel not in KERNELS:
@@ -204,34 +211,76 @@ def attention(
     return out
 
 
-def kernel_for(kernel: str, device: str, dtype: torch.dtype, head_dim: int, masked: bool) -> str:
-    """Which implementation runs: `cpu`, `flash`, `efficient`, `cudnn` or `math`; OpError if none fits."""
+def kernel_for(
+    kernel: str,
+    device: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    masked: bool,
+    capability: tuple[int, int] | None = None,
+) -> str:
+    """Which implementation runs: `cpu`, `flash`, `efficient`, `cudnn` or `math`; OpError if none fits.
+
+    `masked`: with a mask of valid keys. `capability` is the GPU's compute capability, (9, 0) for Hopper; by default
+    that of the current device.
+    """
     if device == "cpu":
         if kernel in ("auto", "flash"):
             return "cpu"
         raise OpError(f"attention kernel {kernel!r} does not run on a CPU; set attention: auto or math")
-    half = dtype in (torch.float16, torch.bfloat16)
-    why = {
-        "flash": "" if half and not masked and head_dim % 8 == 0 and head_dim <= 256
-        else "needs fp16 or bf16, no key mask and a head_dim that is a multiple of 8 up to 256",
-        "cudnn": "" if half and not masked and head_dim % 8 == 0 and head_dim <= 128
-        else "needs fp16 or bf16, no key mask and a head_dim that is a multiple of 8 up to 128",
-        "efficient": "" if (half and head_dim % 8 == 0) or (dtype == torch.float32 and head_dim % 4 == 0)
-        else "needs fp16, bf16 or fp32 and a head_dim that is a multiple of 8 (4 in fp32)",
-    }  # fmt: skip
+    capability = capability or torch.cuda.get_device_capability()
+    lacks = {k: _lacks(k, dtype, head_dim, masked, capability) for k in ("flash", "cudnn", "efficient")}
     if kernel != "auto":
-        if why[kernel]:
+        if lacks[kernel]:
             name = str(dtype).removeprefix("torch.")
             mask = " with a key mask" if masked else ""
             raise OpError(
-                f"attention kernel {kernel!r} cannot do {name}, head_dim {head_dim}{mask}: it {why[kernel]}; "
+                f"attention kernel {kernel!r} cannot do {name}, head_dim {head_dim}{mask}: it needs {lacks[kernel]}; "
                 "set attention: auto or math"
             )
         return kernel
-    # Flash needs compute capability 8; a V100 (7.0) takes the memory-efficient kernel.
-    if not why["flash"] and torch.cuda.get_device_capability()[0] >= 8:
-        return "flash"
-    return "math" if why["efficient"] else "efficient"
+    order: tuple[str, ...] = ("flash", "efficient")
+    if _prefers_cudnn(capability) and not flash_attention_3(capability):
+        order = ("cudnn", *order)
+    return next((k for k in order if not lacks[k]), "math")
+
+
+def _lacks(kernel: str, dtype: torch.dtype, head_dim: int, masked: bool, capability: tuple[int, int]) -> str:
+    """What a GPU kernel needs and is not given, or nothing."""
+    half = dtype in (torch.float16, torch.bfloat16)
+    if kernel == "efficient":
+        if (half and head_dim % 8 == 0) or (dtype == torch.float32 and head_dim % 4 == 0):
+            return ""
+        return "fp16, bf16 or fp32 and a head_dim that is a multiple of 8 (4 in fp32)"
+    if capability < (8, 0):
+        return "a GPU of compute capability 8.0 or above"
+    most = 256 if kernel == "flash" else 128
+    if not half or masked or head_dim % 8 or head_dim > most:
+        return f"fp16 or bf16, no key mask and a head_dim that is a multiple of 8 up to {most}"
+    # The backward of cuDNN's kernel adds in no fixed order.
+    if kernel == "cudnn" and torch.are_deterministic_algorithms_enabled():
+        return "run.deterministic: false"
+    return ""
+
+
+def _prefers_cudnn(capability: tuple[int, int]) -> bool:
+    """Where cuDNN's kernel is faster than FlashAttention-2 and mends its trouble with odd lengths: torch's own rule."""
+    version: int = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
+    return capability in ((9, 0), (10, 0), (10, 3)) and version > 91500
+
+
+@functools.cache
+def flash_attention_3(capability: tuple[int, int]) -> bool:
+    """Whether `flash` is FlashAttention-3 here, and from now on it is.
+
+    On Hopper, with the package that has the module `flash_attn_interface` (FlashAttention's `hopper` folder, of which
+    PyPI has no wheel), torch puts its kernels under the same two operations as FlashAttention-2's, forward and
+    backward, with the same saved set. Without the package `flash` is FlashAttention-2, which torch brings along.
+    """
+    if capability != (9, 0) or importlib.util.find_spec("flash_attn_interface") is None:
+        return False
+    torch.nn.attention.activate_flash_attention_impl("FA3")
+    return True
 
 
 def _probabilities(q: Tensor, k: Tensor, valid: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
@@ -312,6 +361,7 @@ def _attention_forward(
     if used == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias)
     elif used == "flash":
+        flash_attention_3(torch.cuda.get_device_capability())
         out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
     elif used == "efficient":
         out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal)[:2]

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from dtrain import data, metrics, optim, plan, train, verify
 from dtrain import layout as layouts
-from dtrain import optim, plan, verify
 from dtrain.mesh import stand_ins
 from dtrain.plan import Plan
 from dtrain.program import compile as compiling
+from dtrain.program import interpret
 from dtrain.program.compile import CompileError, Sharing, called, compile_program, uncompiled
 from dtrain.program.lower import Program, lower
 from dtrain.program.schedule import Action
-from dtrain.program.update import UpdateConfig
+from dtrain.program.update import UpdateConfig, make_update
+from dtrain.rank import Rank
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -91,6 +95,40 @@ def test_a_compiled_segment_equals_the_uncompiled_one() -> None:
         RuntimeError, match=r"head.forward was compiled for x \(2, 8, 32\) torch.float32, not \(3, 8, 32\)"
     ):
         compiled.calls["head", "forward"](*given)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # Inductor's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:tensorboard")
+def test_nothing_is_compiled_after_the_first_step(tmp_path: Path) -> None:
+    lay = layouts.loads(
+        f"""
+model: {{family: llama, layers: 2, embed: 32, heads: 4, mlp: 64, vocab: 256}}
+data: {{source: stdlib, seq: 16, batch: 4, microbatch: 2}}
+run: {{steps: 9, eval_every: 1, compile: on, folder: {tmp_path}}}
+"""
+    )
+    made = plan.plan(lay)
+    source = data.open_source(train.data_config(made))
+
+    def compilations() -> dict[str, int]:
+        """Graphs through Inductor, found on disk or not, and whatever Dynamo compiled."""
+        counters = torch._dynamo.utils.counters
+        return {**counters["inductor"], **counters["aot_autograd"], **counters["frames"], **counters["stats"]}
+
+    before = compilations()
+    with metrics.open_log(metrics.LogConfig(tmp_path, 9, 1, False, True)) as log:
+        r = train.prepare(made, Rank(0, 1, 0, "cpu", "none"), source, log)
+    with torch.no_grad():
+        state, held_out = train.initialise(r), train.HeldOut(r)
+        seen = []
+        for number in range(1, 4):
+            step, _ = train.training_step(r, number, state)
+            update = make_update(r.program, r.place, state, r.config, 1e-3, lambda: False, lambda report: None)
+            interpret.run(r.program, r.calls, r.place, state.weights, made.train[0], replace(step, update=update))
+            held_out.loss(state, number)
+            seen.append(compilations())
+    assert seen[0] != before  # the count does see what preparing compiled
+    assert seen[1:] == [seen[0], seen[0]]
 
 
 def test_compile_off_and_auto(monkeypatch: pytest.MonkeyPatch) -> None:

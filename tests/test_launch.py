@@ -158,6 +158,16 @@ def test_device() -> None:
         device_of("h100-sxm", rank=12, local_rank=4, visible=4)
 
 
+def test_deterministic_on_a_gpu_sets_the_workspace_of_cublas() -> None:
+    env: dict[str, str] = {}
+    launch.make_deterministic(env)
+    assert env == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    launch.make_deterministic(given := {"CUBLAS_WORKSPACE_CONFIG": ":16:8"})
+    assert given == {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+    with pytest.raises(LaunchError, match=r"needs CUBLAS_WORKSPACE_CONFIG :4096:8 or :16:8, not :0:0; unset it"):
+        launch.make_deterministic({"CUBLAS_WORKSPACE_CONFIG": ":0:0"})
+
+
 def test_two_ranks_on_one_gpu(tmp_path: Path) -> None:
     lock = claim(tmp_path, "GPU-1", 3)
     claim(tmp_path, "GPU-2", 4)

@@ -479,6 +479,33 @@ BAD: dict[str, tuple[list[tuple[str, str]], str, list[str]]] = {
         "kernels",
         ["kernels.attention: 'flash'", "dropout", "math"],
     ),
+    "flash on a V100": (
+        [
+            ("gpu: h100-sxm", "gpu: v100"),
+            ("precision: bf16", "precision: fp16"),
+            ("run:\n", "kernels: {attention: flash}\nrun:\n"),
+        ],
+        "kernels",
+        ["kernels.attention: 'flash' cannot do float16", "compute capability 8.0"],
+    ),
+    "flash in fp32": (
+        [("precision: bf16", "precision: fp32"), ("run:\n", "kernels: {attention: flash}\nrun:\n")],
+        "kernels",
+        ["kernels.attention: 'flash' cannot do float32", "fp16 or bf16"],
+    ),
+    "cudnn and deterministic": (
+        [
+            ("precision: bf16", "precision: bf16\n  deterministic: true"),
+            ("run:\n", "kernels: {attention: cudnn}\nrun:\n"),
+        ],
+        "kernels",
+        ["kernels.attention: cudnn", "not deterministic"],
+    ),
+    "flex": (
+        [("run:\n", "kernels: {attention: flex}\nrun:\n")],
+        "kernels",
+        ["kernels.attention: 'flex'", "auto, flash, efficient, cudnn, math"],
+    ),
     # text
     "a tab": ([("  warmup: 2", "\twarmup: 2")], "\twarmup", ["tab", "spaces"]),
     "not YAML": ([("family: llama", "family: llama: 3")], "family", ["not YAML"]),
@@ -917,3 +944,14 @@ def test_the_layouts_in_the_reference_load():
     assert whole
     for block in whole:
         loads(block, "README.md")
+
+
+def test_an_attention_kernel_that_needs_a_gpu_is_refused_on_a_cpu() -> None:
+    text = """
+model: {family: llama, layers: 1, embed: 32, heads: 4, mlp: 64, vocab: 64}
+data: {source: synthetic, seq: 8, batch: 1}
+run: {steps: 1}
+"""
+    assert loads(text, "x.yaml", ["kernels.attention=flash"]).kernels.attention == "flash"  # torch's CPU kernel
+    with pytest.raises(LayoutError, match=r"kernels.attention: 'cudnn' does not run on a CPU; set .* auto or math$"):
+        loads(text, "x.yaml", ["kernels.attention=cudnn"])

@@ -259,6 +259,7 @@ def test_bert_logits_equal_hugging_face(norm: str) -> None:
         ("llama3-70b", 70_553_706_496),
         ("llama3.1-405b", 405_853_388_800),
         ("llama3.2-1b", 1_235_814_400),
+        ("llama3.2-3b", 3_212_749_824),
         ("gpt2", 124_439_808),
         ("gpt2-xl", 1_557_611_200),
     ],

@@ -59,7 +59,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("kernel", ["auto", "math"])
+@pytest.mark.parametrize("kernel", ["auto", "flash", "math"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -143,53 +143,77 @@ def test_what_is_saved_is_the_log_sum_exp() -> None:
     torch.testing.assert_close(lse, scores.logsumexp(-1))
 
 
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+V100, A100, HOPPER = (7, 0), (8, 0), (9, 0)
+
+
 @pytest.mark.parametrize(
-    ("kernel", "device", "dtype", "head_dim", "masked", "want"),
+    ("kernel", "gpu", "dtype", "head_dim", "masked", "want"),
     [
-        ("auto", "cpu", torch.float64, 5, True, "cpu"),
-        ("efficient", "cuda", torch.float32, 64, True, "efficient"),
-        ("cudnn", "cuda", torch.bfloat16, 128, False, "cudnn"),
-        ("flash", "cuda", torch.float16, 128, False, "flash"),
-        ("auto", "cuda", torch.float64, 64, False, "math"),
-        ("auto", "cuda", torch.float32, 64, False, "efficient"),
-        ("auto", "cuda", torch.bfloat16, 64, True, "efficient"),
-        ("auto", "cuda", torch.bfloat16, 5, True, "math"),
-        (
-            "flash",
-            "cuda",
-            torch.float32,
-            64,
-            False,
-            "'flash' cannot do float32, head_dim 64: it needs fp16 or bf16",
-        ),
-        (
-            "flash",
-            "cuda",
-            torch.bfloat16,
-            64,
-            True,
-            "'flash' cannot do bfloat16, head_dim 64 with a key mask",
-        ),
-        ("cudnn", "cuda", torch.bfloat16, 256, False, "up to 128; set attention: auto or math"),
-        ("efficient", "cuda", torch.float64, 64, False, "'efficient' cannot do float64"),
-        (
-            "cudnn",
-            "cpu",
-            torch.float32,
-            64,
-            False,
-            "'cudnn' does not run on a CPU; set attention: auto or math",
-        ),
+        ("auto", None, FP64, 5, True, "cpu"),
+        ("flash", None, FP32, 5, True, "cpu"),
+        ("efficient", V100, FP32, 64, True, "efficient"),
+        ("cudnn", A100, BF16, 128, False, "cudnn"),
+        ("flash", A100, FP16, 256, False, "flash"),
+        ("auto", V100, FP16, 64, False, "efficient"),
+        ("auto", A100, BF16, 64, False, "flash"),
+        ("auto", A100, FP64, 64, False, "math"),
+        ("auto", A100, FP32, 64, False, "efficient"),
+        ("auto", A100, BF16, 64, True, "efficient"),
+        ("auto", A100, BF16, 5, True, "math"),
+        ("auto", HOPPER, BF16, 128, False, "cudnn"),
+        ("auto", HOPPER, BF16, 256, False, "flash"),
+        ("auto", HOPPER, BF16, 64, True, "efficient"),
+        ("flash", A100, FP32, 64, False, "'flash' cannot do float32, head_dim 64: it needs fp16 or bf16"),
+        ("flash", A100, BF16, 64, True, "'flash' cannot do bfloat16, head_dim 64 with a key mask"),
+        ("flash", V100, FP16, 64, False, "it needs a GPU of compute capability 8.0 or above"),
+        ("cudnn", HOPPER, BF16, 256, False, "up to 128; set attention: auto or math"),
+        ("efficient", A100, FP64, 64, False, "'efficient' cannot do float64"),
+        ("cudnn", None, FP32, 64, False, "'cudnn' does not run on a CPU; set attention: auto or math"),
+        ("efficient", None, FP32, 64, False, "'efficient' does not run on a CPU; set attention: auto or math"),
     ],
 )
 def test_a_kernel_is_chosen_or_refused_by_name(
-    kernel: str, device: str, dtype: torch.dtype, head_dim: int, masked: bool, want: str
+    monkeypatch: pytest.MonkeyPatch,
+    kernel: str,
+    gpu: tuple[int, int] | None,
+    dtype: torch.dtype,
+    head_dim: int,
+    masked: bool,
+    want: str,
 ) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    device = "cpu" if gpu is None else "cuda"
     if " " not in want:
-        assert ops.kernel_for(kernel, device, dtype, head_dim, masked) == want
+        assert ops.kernel_for(kernel, device, dtype, head_dim, masked, gpu) == want
     else:
-        with pytest.raises(ops.OpError, match=want):
-            ops.kernel_for(kernel, device, dtype, head_dim, masked)
+        with pytest.raises(ops.OpError, match=want) as caught:
+            ops.kernel_for(kernel, device, dtype, head_dim, masked, gpu)
+        assert "\n" not in str(caught.value)
+
+
+def test_auto_leaves_cudnn_alone_where_it_is_old_or_must_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91400)
+    assert ops.kernel_for("auto", "cuda", BF16, 128, False, HOPPER) == "flash"
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert ops.kernel_for("auto", "cuda", BF16, 128, False, HOPPER) == "flash"
+    with pytest.raises(ops.OpError, match=r"'cudnn' cannot do .*: it needs run\.deterministic: false"):
+        ops.kernel_for("cudnn", "cuda", BF16, 128, False, HOPPER)
+
+
+def test_flash_attention_3_is_taken_on_hopper_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "FA3" in torch.nn.attention.list_flash_attention_impls()
+    activated: list[str] = []
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    find = ops.importlib.util.find_spec
+    monkeypatch.setattr(ops.importlib.util, "find_spec", lambda n: n == "flash_attn_interface" or find(n))
+    ops.flash_attention_3.cache_clear()
+    assert ops.kernel_for("auto", "cuda", BF16, 128, False, A100) == "flash" and not activated
+    assert [ops.kernel_for("auto", "cuda", BF16, 128, False, HOPPER) for _ in range(2)] == ["flash", "flash"]
+    assert activated == ["FA3"]  # once a process: torch keeps it
+    ops.flash_attention_3.cache_clear()
 
 
 @pytest.mark.parametrize(

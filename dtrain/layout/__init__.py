@@ -141,6 +141,7 @@ def _check(layout: Layout) -> None:
     placement.check_mesh(layout)
     checks.check_run(layout)
     module, cfg = family(layout)
+    checks.check_kernels(layout, module, cfg)
     tree = module.params(cfg)
     rules.check_rules(layout, module, tree)
     rules.check_collisions(layout, tree)

@@ -8,18 +8,23 @@ import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_args
 
-from dtrain import hardware
+import torch
+
+from dtrain import hardware, ops
 from dtrain.axes import ParamTree
 from dtrain.layout.derived import data_parallel, family, lengths, stages
 from dtrain.layout.errors import at, divisors, fail, listed, show_dims
 from dtrain.layout.reader import show
 from dtrain.layout.schema import Layout, Run
 
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
 
 def check_run(layout: Layout) -> None:
-    optim, run, data, kernel = layout.optim, layout.run, layout.data, layout.kernels.attention
+    optim, run, data = layout.optim, layout.run, layout.data
     length = optim.length or run.steps
     if optim.warmup > length:
         fail(layout, "optim.warmup", f"{optim.warmup}; must be at most the schedule's length, {length} steps")
@@ -63,8 +68,20 @@ def check_run(layout: Layout) -> None:
             "data.path",
             f"{show(data.path)}; source {data.source} reads no files; use source: text or jsonl",
         )
-    if kernel == "flash" and run.precision in ("fp32", "fp64") and layout.cluster.gpu != "cpu":
-        fail(layout, "kernels.attention", f"flash; runs in bf16 or fp16, not {run.precision}; use auto or math")
+
+
+def check_kernels(layout: Layout, module: ModuleType, cfg: Any) -> None:
+    """Whether the layout's GPU can do the attention kernel that was asked for, for this model."""
+    kernel, gpu = layout.kernels.attention, hardware.GPUS[layout.cluster.gpu]
+    if kernel in ("auto", "math") or not hasattr(cfg, "attention"):  # a model of the user's own may have none
+        return
+    if kernel == "cudnn" and layout.run.deterministic:
+        fail(layout, "kernels.attention", "cudnn; its backward is not deterministic; use auto, flash or math")
+    device, dtype = "cpu" if gpu.capability is None else "cuda", _DTYPES[layout.run.precision]
+    try:
+        ops.kernel_for(kernel, device, dtype, cfg.head_dim, "valid" in module.BATCH, gpu.capability)
+    except ops.OpError as error:
+        fail(layout, "kernels.attention", str(error).removeprefix("attention kernel "))
 
 
 def check_pipeline(layout: Layout, cfg: Any) -> None:
@@ -200,8 +217,6 @@ def check_place(layout: Layout) -> list[str]:
 
     Looks at the GPUs, the data files and the disk of the node it is called on; starts nothing.
     """
-    import torch
-
     cluster, data, found = layout.cluster, layout.data, []
     if cluster.gpu != "cpu":
         have = torch.cuda.device_count() if torch.cuda.is_available() else 0

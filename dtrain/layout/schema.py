@@ -220,7 +220,7 @@ class Run(Section):
 
 
 class Kernels(Section):
-    attention: Literal["auto", "flash", "math"] = "auto"
+    attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
     loss_chunks: Annotated[int | Literal["auto"], PlainValidator(_auto_or_count)] = "auto"
 
 

@@ -66,6 +66,10 @@ PRESETS: dict[str, dict[str, object]] = {
         "layers": 16, "embed": 2048, "heads": 32, "kv_heads": 8, "mlp": 8192, "vocab": 128256, "tied": True,
         "rope_scaling": {"factor": 32.0},
     },
+    "llama3.2-3b": {
+        "layers": 28, "embed": 3072, "heads": 24, "kv_heads": 8, "mlp": 8192, "vocab": 128256, "tied": True,
+        "rope_scaling": {"factor": 32.0},
+    },
 }  # fmt: skip
 
 
