@@ -23,23 +23,9 @@ from dtrain.program.schedule import compute_order
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 # Parameters that no dim of tp cuts and that are used on shards of the sequence, so each rank has a part of their
 # gradient. The others that are whole over tp (BERT's pooler) see the whole sequence.
-ON_SHARDS = frozenset(
-    [
-        "norm",
-        "norm_bias",
-        "norm_attn",
-        "norm_attn_bias",
-        "norm_mlp",
-        "norm_mlp_bias",
-        "bo",
-        "b_down",
-        "positions",
-        "types",
-        "w_mlm",
-        "b_mlm",
-        "norm_mlm",
-        "norm_mlm_bias",
-    ]
+ON_SHARDS = (
+    *("norm", "norm_bias", "norm_attn", "norm_attn_bias", "norm_mlp", "norm_mlp_bias", "bo", "b_down"),
+    *("positions", "types", "w_mlm", "b_mlm", "norm_mlm", "norm_mlm_bias"),
 )
 
 
@@ -58,9 +44,7 @@ def theory(layout: Layout, pp: int = 0) -> list[Term]:
     if layout.model.file is not None:
         raise ValueError(f"no formula says what a layer of model.file {layout.model.file!r} moves; use a family")
     if layout.run.remat not in ("none", "selective", "full"):
-        raise ValueError(
-            f"run.remat {layout.run.remat!r} is not a fixed policy, so no formula says what it moves again"
-        )
+        raise ValueError(f"run.remat {layout.run.remat!r} has no formula; use none, selective or full")
     part = _part(layout, pp)
     return [t for t in [*_weights(part), *_activations(part), *_pipeline(part), *_agreements(part)] if t.bytes]
 
@@ -198,19 +182,19 @@ def _weights(part: _Part) -> list[Term]:
                 owned = p.tied_to is None or part.tied_across
                 for k, (_, dims) in enumerate(c.steps):
                     if k < c.rest:
-                        terms += part.ring("gather of weights at use", "unshard", dims, uses * whole[k] * narrow)
+                        terms += part.ring("gathers of weights", "unshard", dims, uses * whole[k] * narrow)
                     elif owned:
-                        terms += part.ring("gather of weights after the update", "publish", dims, whole[k] * narrow)
+                        terms += part.ring("gathers of weights", "publish", dims, whole[k] * narrow)
                     if k < c.grads:
-                        terms += part.ring("reduction of gradients", "reduce", dims, M * whole[k] * wide)
+                        terms += part.ring("reductions of gradients", "reduce", dims, M * whole[k] * wide)
                     elif owned:
-                        terms += part.ring("reduction of gradients", "reduce", dims, whole[k] * wide)
+                        terms += part.ring("reductions of gradients", "reduce", dims, whole[k] * wide)
                 if owned:
                     spent = {d for _, dims in c.steps for d in dims}
                     left = {d for d in part.dims("compute", "batch") if d not in spent}
                     left |= {"tp"} if seq_cut and name in ON_SHARDS else set()
                     ordered = tuple(d for d in lay.mesh if d in left)
-                    terms += part.all_reduce("reduction of gradients", "reduce", ordered, shard * wide)
+                    terms += part.all_reduce("reductions of gradients", "reduce", ordered, shard * wide)
                     if c.share > 1:
                         share = 2 * (c.share - 1) / c.share * shard * wide
                         terms.append(Term("shared KV heads", "reduce", "tp", share))
