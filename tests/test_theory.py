@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import math
 import random
-from pathlib import Path
-from typing import Any
 
 import equality
 import pytest
@@ -19,7 +16,6 @@ from dtrain import layout, plan
 from dtrain.plan import ledger, theory
 from dtrain.program.lower import Program, lower
 
-ROOT = Path(__file__).parent.parent
 SHIPPED = sorted(p.stem for p in tiny.LAYOUTS.glob("*.yaml"))
 QUICK = ("quickstart", "llama3-70b-8x8-h100", "llama3-8b-1x8-h100")
 
@@ -27,14 +23,6 @@ QUICK = ("quickstart", "llama3-70b-8x8-h100", "llama3-8b-1x8-h100")
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> None:
     torch.set_num_threads(1)
-
-
-def wire() -> Any:
-    spec = importlib.util.spec_from_file_location("wire", ROOT / "bench" / "wire.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def check(made: plan.Plan, program: Program | None = None) -> None:
@@ -165,16 +153,16 @@ def test_shipped_layouts_move_what_the_theory_says(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", wire().VARIATIONS)
+@pytest.mark.parametrize("name", tiny.bench("wire").VARIATIONS)
 def test_variations_move_what_the_theory_says(name: str) -> None:
-    base, overrides = wire().VARIATIONS[name]
+    base, overrides = tiny.bench("wire").VARIATIONS[name]
     check(plan.plan(layout.load(tiny.LAYOUTS / f"{base}.yaml", overrides)))
 
 
 def test_variations_are_different_layouts() -> None:
     found = [
         (base, *(tuple(theory.by_dim_and_phase(theory.theory(lay, pp)).items()) for pp in range(lay.sizes["pp"])))
-        for base, more in [*((n, ()) for n in SHIPPED), *wire().VARIATIONS.values()]
+        for base, more in [*((n, ()) for n in SHIPPED), *tiny.bench("wire").VARIATIONS.values()]
         for lay in [layout.load(tiny.LAYOUTS / f"{base}.yaml", more)]
     ]
     assert len(set(found)) == len(found)
@@ -207,7 +195,7 @@ def test_no_formula_no_answer() -> None:
 
 
 def test_the_program_prints_a_ratio(capsys: pytest.CaptureFixture[str]) -> None:
-    bench = wire()
+    bench = tiny.bench("wire")
     path = str(tiny.LAYOUTS / "quickstart.yaml")
     bench.main([path])
     assert "quickstart: worst ratio 1.00" in capsys.readouterr().out
