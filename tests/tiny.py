@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from functools import cache
@@ -87,3 +89,13 @@ def counts(segment: Segment, *graphs: str) -> dict[str, int]:
     return dict(
         Counter(f"{op} {group}" for g in graphs if g in segment.graphs for op, group, _ in ledger(segment.graphs[g]))
     )
+
+
+@cache
+def bench(name: str) -> Any:
+    """A program of `bench/` as a module."""
+    spec = importlib.util.spec_from_file_location(name, LAYOUTS.parent / "bench" / f"{name}.py")
+    assert spec and spec.loader
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module

@@ -35,7 +35,7 @@ from dtrain.layout.derived import (
     tables,
 )
 from dtrain.layout.errors import at, fail, first
-from dtrain.layout.placement import link_rate
+from dtrain.layout.placement import levels, link_between, link_rate
 from dtrain.layout.reader import LayoutError, override, read
 from dtrain.layout.schema import Layout, Link, LossScale, Model, RematBudget, schema_keys
 
@@ -51,6 +51,8 @@ __all__ = [
     "fail",
     "family",
     "groups",
+    "levels",
+    "link_between",
     "link_rate",
     "load",
     "loads",

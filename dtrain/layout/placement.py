@@ -67,6 +67,25 @@ def _steps(layout: Layout, order: Iterable[str], written: Mapping[str, MeshDim])
     return [step for step in reversed(out) if step.size > 1]
 
 
+def levels(layout: Layout, dim: str, ranks: int) -> tuple[tuple[str, int], ...]:
+    """The links under `ranks` neighbours along a dim, inner first, and how many ranks each joins: dp 64 whose step
+    is 8 GPUs, in nodes of 16, is `(("nvlink", 2), ("ib", 32))`. Neighbours that do not fill whole domains are all
+    booked on the slower link."""
+    links = (layout.mesh[dim].link or ("loopback",)) if ranks > 1 else ()
+    if len(links) < 2:
+        return tuple((link, ranks) for link in links)
+    order = list(layout.mesh)
+    inside = math.prod(layout.mesh[d].size for d in order[order.index(dim) + 1 :])
+    near = math.gcd(ranks, max(1, _reach(layout.cluster, links[0]) // inside))
+    return tuple((link, n) for link, n in zip(links, (near, ranks // near), strict=True) if n > 1)
+
+
+def link_between(layout: Layout, dim: str, places: Iterable[int]) -> str:
+    """The link that joins these places along a dim: the inner one where they share its domain."""
+    (inner, near), *outer = levels(layout, dim, layout.mesh[dim].size)
+    return outer[0][0] if outer and len({place // near for place in places}) > 1 else inner
+
+
 def link_rate(layout: Layout, link: str) -> float:
     """Bytes/s of a link for one GPU, one direction, when all GPUs of a node use it at once."""
     known = layout.cluster.links[link]
