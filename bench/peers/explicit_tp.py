@@ -142,6 +142,6 @@ def start(task: Task, rank: int, ranks: int, compiled: bool) -> Callable[[int], 
         nn.utils.clip_grads_with_norm_(split + whole, tasks.CLIP, (square + same).sqrt(), foreach=True)
         optim.step()
         optim.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
     return step

@@ -148,6 +148,6 @@ def start(task: Task, rank: int, ranks: int, compiled: bool) -> Callable[[int], 
         nn.utils.clip_grad_norm_(model.parameters(), tasks.CLIP, foreach=True)
         optim.step()
         optim.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
     return step
