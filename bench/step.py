@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-
 import task as tasks
 import trainer
 from task import SHAPES
@@ -86,8 +85,14 @@ class Running:
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(side.ranks)}
             env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={side.devices}"
             env["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-            errors = stack.enter_context(tempfile.TemporaryFile("w+"))
-            command = [python, str(HERE / "worker.py"), side.name, rank, side.devices if side.devices > 1 else side.ranks]
+            errors = stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115  (the stack closes it)
+            command = [
+                python,
+                str(HERE / "worker.py"),
+                side.name,
+                rank,
+                side.devices if side.devices > 1 else side.ranks,
+            ]
             process = subprocess.Popen(
                 [*map(str, command), str(compiled), str(task)],
                 stdin=subprocess.PIPE,
@@ -102,7 +107,8 @@ class Running:
 
     def ready(self) -> dict[str, str]:
         """Wait until all have compiled what they can; the versions of what they use."""
-        return [dict(self._answer(r)) for r in range(self.side.ranks)][0]
+        answers = [self._answer(r) for r in range(self.side.ranks)]
+        return dict(answers[0])
 
     def turn(self, first: int, count: int) -> Turn:
         """Make these steps. A step lasts from when its first rank begins to when its last one ends."""
@@ -146,7 +152,14 @@ def threads_of(side: Side) -> int:
 
 
 def compare(
-    pair: Pair, shape: str, pairs: int, burst: int, warmup: int, compiled: bool, jax_python: str, say: Callable[[str], None]
+    pair: Pair,
+    shape: str,
+    pairs: int,
+    burst: int,
+    warmup: int,
+    compiled: bool,
+    jax_python: str,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Measure one pair: `warmup` steps of each side, then `pairs` times `burst` steps of each in turn. A turn counts
     with the median of its steps. Raises BenchError."""
@@ -170,9 +183,7 @@ def compare(
                 seconds.append(statistics.median(s for s, _ in turn))
             say(f"pair {i + 1}/{pairs}: {times[0][-1] * 1e3:.1f} ms, {times[1][-1] * 1e3:.1f} ms")
     losses = [[loss for _, loss in side] for side in done]
-    apart = [abs(x - y) for x, y in zip(*losses, strict=True)]
-    if not max(apart[:FIRST_STEPS]) <= SAME:
-        raise BenchError(f"{pair.a.name} and {pair.b.name} do not compute the same: their losses are {losses}")
+    apart = check_same(pair.a.name, pair.b.name, *losses)
     tokens = SHAPES[shape].seq * SHAPES[shape].batch
     return {
         "ratio": ratio(*times),
@@ -186,9 +197,22 @@ def compare(
             }
             for side, t in zip((pair.a, pair.b), times, strict=True)
         },
-        "losses_apart": {"first_steps": max(apart[:FIRST_STEPS]), "all_steps": max(apart), "last_loss": losses[0][-1]},
+        "losses_apart": {
+            "first_steps": max(apart[:FIRST_STEPS]),
+            "all_steps": max(apart),
+            "first_loss": losses[0][0],
+            "last_loss": losses[0][-1],
+        },
         "bar": pair.bar,
     }
+
+
+def check_same(a: str, b: str, losses: Sequence[float], others: Sequence[float]) -> list[float]:
+    """How far two loss curves are apart, step by step. Raises BenchError if too far in the first steps."""
+    apart = [abs(x - y) for x, y in zip(losses, others, strict=True)]
+    if not all(d <= SAME for d in apart[:FIRST_STEPS]):
+        raise BenchError(f"{a} and {b} do not compute the same: losses {losses[:FIRST_STEPS]}, {others[:FIRST_STEPS]}")
+    return apart
 
 
 def ratio(a: Sequence[float], b: Sequence[float], draws: int = 10_000) -> dict[str, float]:
@@ -256,7 +280,14 @@ def main(args: Sequence[str] | None = None) -> int:
             continue
         try:
             results[name] = compare(
-                pair, asked.shape, asked.pairs, burst, 5, True, asked.jax_python, lambda text, n=name: say(f"{n}: {text}")
+                pair,
+                asked.shape,
+                asked.pairs,
+                burst,
+                5,
+                True,
+                asked.jax_python,
+                lambda text, n=name: say(f"{n}: {text}"),
             )
         except BenchError as e:
             say(f"{name}: failed: {e}")
@@ -274,10 +305,13 @@ def main(args: Sequence[str] | None = None) -> int:
 def line_of(name: str, result: Mapping[str, Any]) -> str:
     r, (a, b) = result["ratio"], result["sides"].items()
     bar = "below 1" if result["bar"] is None else f"at most {result['bar']:g}"
-    sides = ", ".join(f"{s} {t['median_s'] * 1e3:.1f} ms ({t['processes']} x {t['threads']} threads)" for s, t in (a, b))
+    sides = ", ".join(
+        f"{s} {t['median_s'] * 1e3:.1f} ms ({t['processes']} x {t['threads']} threads)" for s, t in (a, b)
+    )
     return (
         f"{name}: {r['median']:.3f} [{r['low']:.3f}, {r['high']:.3f}] of {r['pairs']} pairs, {bar}: "
-        f"{'met' if met(r, result['bar']) else 'not met'}; {sides}; losses apart {result['losses_apart']['first_steps']:.1e}"
+        f"{'met' if met(r, result['bar']) else 'not met'}; {sides}; "
+        f"losses apart {result['losses_apart']['first_steps']:.1e}"
     )
 
 

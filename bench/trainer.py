@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import torch
-
 import task as tasks
+import torch
+from task import Shape, Task
+
 from dtrain import data, layout, metrics, optim, plan, reference, train
 from dtrain.layout import Layout
 from dtrain.program.interpret import run
 from dtrain.program.update import Report, make_update
 from dtrain.rank import Rank
-from task import Shape, Task
 
 TP = "heads: tp, kv_heads: tp, mlp: tp, vocab: tp"
+FOLDER = Path("unused")  # this rank writes nothing
 # mesh and shard of each layout that is measured
 LAYOUTS = {
     "one": ("{}", "{}"),
@@ -27,7 +27,7 @@ LAYOUTS = {
 }
 
 
-def layout_of(name: str, shape: Shape, compiled: bool, folder: str = "unused") -> Layout:
+def layout_of(name: str, shape: Shape, compiled: bool) -> Layout:
     """What is measured, as `dtrain run` would read it."""
     mesh, shard = LAYOUTS[name]
     ranks = 1 if name == "one" else 2
@@ -42,7 +42,8 @@ model: {{family: llama, layers: {s.layers}, embed: {s.embed}, heads: {s.heads}, 
 optim: {{lr: {tasks.LR}, schedule: constant, weight_decay: {tasks.WEIGHT_DECAY}, clip: {tasks.CLIP},
   beta1: {tasks.BETA1}, beta2: {tasks.BETA2}, eps: {tasks.EPS:.10f}}}
 data: {{source: stdlib, seq: {s.seq}, batch: {s.batch}, microbatch: {s.batch // replicas}}}
-run: {{steps: 1000000, seed: {tasks.SEED}, remat: none, compile: {"on" if compiled else "off"}, folder: {folder}}}
+run: {{steps: 1000000, seed: {tasks.SEED}, remat: {{budget: 8GiB}}, compile: {"on" if compiled else "off"},
+  folder: {FOLDER}}}
 """)
 
 
@@ -58,11 +59,10 @@ def make_task(shape: Shape, steps: int) -> Task:
 
 def start(name: str, shape: Shape, rank: int, ranks: int, compiled: bool) -> Callable[[int], float]:
     """The function that makes one training step, the first 1, and returns its loss."""
-    folder = tempfile.TemporaryDirectory()
-    made = plan.plan(layout_of(name, shape, compiled, folder.name))
+    made = plan.plan(layout_of(name, shape, compiled))
     source = data.open_source(train.data_config(made))
     place = Rank(rank, ranks, rank, "cpu", "gloo")
-    with metrics.open_log(metrics.LogConfig(Path(folder.name), 1, 1, False, True)) as log:
+    with metrics.open_log(metrics.LogConfig(FOLDER, 1, 1, False, True)) as log:
         r = train.prepare(made, place, source, log)
     with torch.no_grad():
         state = train.initialise(r)

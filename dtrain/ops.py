@@ -374,7 +374,10 @@ _backward: Any = torch.library.custom_op(
     "dtrain::attention_backward", _attention_backward, mutates_args=(), schema=_SCHEMA_BACKWARD
 )
 # What is in the opaque nodes, for a compiler that knows its device.
-OPAQUE = {torch.ops.dtrain.attention.default: _attention_forward, torch.ops.dtrain.attention_backward.default: _attention_backward}
+OPAQUE: dict[Any, Callable[..., Any]] = {
+    torch.ops.dtrain.attention.default: _attention_forward,
+    torch.ops.dtrain.attention_backward.default: _attention_backward,
+}
 
 
 def _empty(x: Tensor) -> Tensor:

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import task as tasks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from task import Shape, Task
 from torch import Tensor, nn
 
-import task as tasks
 from peers.plain_compile import rope_tables, rotate
-from task import Shape, Task
 
 c10d = torch.ops._c10d_functional
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import task as tasks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from task import Task
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import task as tasks
 from peers.plain_compile import Llama, load, optimizer
-from task import Task
 
 
 class HeadAndLoss(nn.Module):
@@ -34,18 +34,20 @@ class HeadAndLoss(nn.Module):
 class Sharded(nn.Module):
     def __init__(self, model: Llama, compiled: bool) -> None:
         super().__init__()
-        self.model, self.last = model, HeadAndLoss(model.head)
+        self.table, self.blocks, self.last = model.table, model.blocks, HeadAndLoss(model.head)
+        self.register_buffer("cos", model.cos)
+        self.register_buffer("sin", model.sin)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for part in (*model.blocks, self.last):
+        for part in (*self.blocks, self.last):
             if compiled:
                 part.compile(dynamic=False)
             fully_shard(part, mesh=mesh, reshard_after_forward=True)
         fully_shard(self, mesh=mesh, reshard_after_forward=True)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        x = self.model.table(tokens)
-        for block in self.model.blocks:
-            x = block(x, self.model.cos, self.model.sin)
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
         return self.last(x, labels)
 
 

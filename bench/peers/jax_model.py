@@ -14,10 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import task as tasks
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-
-import task as tasks
 from task import Shape, Task
 
 Tree = Mapping[str, Any]

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import task as tasks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from task import Task
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
-import task as tasks
 from peers.plain_compile import Llama, load, optimizer
-from task import Task
 
 
 class WithLoss(nn.Module):

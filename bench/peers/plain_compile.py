@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import task as tasks
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-import task as tasks
 from task import Shape, Task
+from torch import Tensor, nn
 
 
 def rope_tables(shape: Shape) -> tuple[Tensor, Tensor]:

@@ -164,9 +164,7 @@ def _tables(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]:
     return build(module.graph, keep, results_of(module.graph), ()).module, tables
 
 
-def _checked(
-    call: Call, what: str, keys: Sequence[str], examples: Sequence[Tensor], tables: Sequence[Tensor]
-) -> Call:
+def _checked(call: Call, what: str, keys: Sequence[str], examples: Sequence[Tensor], tables: Sequence[Tensor]) -> Call:
     """Compiled code holds for one set of shapes: another is an error, never a recompilation."""
     want = [(e.shape, e.dtype, e.stride()) for e in examples]
 
