@@ -354,7 +354,7 @@ def _attention_forward(
     if used == "math":
         p, lse = _probabilities(q, k, valid, causal)
         return _weigh(p.to(v.dtype), v).contiguous(), lse.contiguous()
-    if used in ("cpu", "efficient"):  # flash and cuDNN share key/value heads themselves
+    if used == "efficient":  # the others share key/value heads themselves
         k, v = _more_heads(k, heads), _more_heads(v, heads)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     bias = _bias(valid, q.transpose(1, 2))
@@ -388,7 +388,7 @@ def _attention_backward(
     if used == "math":
         dq, dk, dv = _math_backward(grad, q, k, v, out, valid, causal)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
-    if used in ("cpu", "efficient"):
+    if used == "efficient":
         k, v = _more_heads(k, q.shape[2]), _more_heads(v, q.shape[2])
     bias = _bias(valid, q)
     grad, q, k, v, out = (t.transpose(1, 2) for t in (grad, q, k, v, out))
@@ -423,6 +423,11 @@ _attention: Any = torch.library.custom_op("dtrain::attention", _attention_forwar
 _backward: Any = torch.library.custom_op(
     "dtrain::attention_backward", _attention_backward, mutates_args=(), schema=_SCHEMA_BACKWARD
 )
+# What is in the opaque nodes, for a compiler that knows its device.
+OPAQUE: dict[Any, Callable[..., Any]] = {
+    torch.ops.dtrain.attention.default: _attention_forward,
+    torch.ops.dtrain.attention_backward.default: _attention_backward,
+}
 
 
 def _empty(x: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from dtrain import data, metrics, optim, plan, train, verify
+from dtrain import data, metrics, ops, optim, plan, train, verify
 from dtrain import layout as layouts
 from dtrain.mesh import stand_ins
 from dtrain.plan import Plan
@@ -19,6 +20,7 @@ from dtrain.program import compile as compiling
 from dtrain.program import interpret
 from dtrain.program.compile import CompileError, Sharing, called, compile_program, uncompiled
 from dtrain.program.lower import Program, lower
+from dtrain.program.passes import op_name
 from dtrain.program.schedule import Action
 from dtrain.program.update import UpdateConfig, make_update
 from dtrain.rank import Rank
@@ -30,11 +32,11 @@ def one_thread() -> None:
 
 
 def make(schedule: str = "1f1b", mesh: str = "pp: {size: 2}, tp: {size: 2}") -> tuple[Plan, Program]:
-    tp = "layers: pp, vocab: tp, heads: tp, kv_heads: tp, mlp: tp"
+    tp = ("layers: pp, " if "pp" in mesh else "") + "vocab: tp, heads: tp, kv_heads: tp, mlp: tp"
     made = plan.plan(
         layouts.loads(
             f"""
-cluster: {{gpus_per_node: 4}}
+cluster: {{gpus_per_node: {4 if "pp" in mesh else 1}}}
 mesh: {{{mesh}}}
 shard: {{params: {{{tp}}}, compute: {{{tp}, res_seq: tp}}}}
 pipeline: {{schedule: {schedule}}}
@@ -129,6 +131,43 @@ run: {{steps: 9, eval_every: 1, compile: on, folder: {tmp_path}}}
             seen.append(compilations())
     assert seen[0] != before  # the count does see what preparing compiled
     assert seen[1:] == [seen[0], seen[0]]
+
+
+def test_tables_are_computed_once_and_given() -> None:
+    _, program = make(mesh="tp: {size: 1}")
+    generator = torch.Generator().manual_seed(0)
+    for name in ("forward", "backward"):
+        g = program.segments["block"].graphs[name].module
+        left, tables = compiling._tables(g)
+        assert {op_name(n) for n in g.graph.nodes} >= {"cos", "sin"}
+        assert not {op_name(n) for n in left.graph.nodes} & {"cos", "sin", "exp", "arange"}
+        assert tables and sum(t.numel() for t in tables) <= 4 * 16 * 8  # positions by frequencies, for q and k
+        given = [example(n, generator) for n in g.graph.find_nodes(op="placeholder")]
+        for x, y in zip(g(*given), left(*given, *tables), strict=True):
+            assert torch.equal(x, y)
+    same, none = compiling._tables(program.segments["embed"].graphs["forward"].module)
+    assert same is program.segments["embed"].graphs["forward"].module and none == []
+
+
+def test_opened_attention_is_the_opaque_one() -> None:
+    _, program = make(mesh="tp: {size: 1}")
+    generator = torch.Generator().manual_seed(0)
+    for name in ("forward", "backward"):
+        g = program.segments["block"].graphs[name].module
+        given = [example(n, generator) for n in g.graph.find_nodes(op="placeholder")]
+        opened = make_fx(g, decomposition_table=ops.OPAQUE, tracing_mode="fake")(*given)
+        assert any(getattr(n.target, "namespace", "") == "dtrain" for n in g.graph.nodes)
+        assert not any(getattr(n.target, "namespace", "") == "dtrain" for n in opened.graph.nodes)
+        for x, y in zip(g(*given), opened(*given), strict=True):
+            assert torch.equal(x, y)
+
+
+def example(node: torch.fx.Node, generator: torch.Generator) -> Tensor:
+    """A value for an input of a graph."""
+    value = node.meta["val"]
+    if not value.is_floating_point():
+        return torch.zeros(value.shape, dtype=value.dtype)
+    return torch.randn(value.shape, generator=generator, dtype=value.dtype)
 
 
 def test_compile_off_and_auto(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,26 +18,22 @@ MASKED = 0.15  # share of tokens that a masked model predicts (Devlin et al. 201
 _ROUNDS = 6
 
 
-def permute(index: Tensor, n: int, state: Tensor) -> Tensor:
-    """Where `index` (int64, values 0..n-1) goes under the permutation of n that the hash `state` names.
+def permute(index: int, n: int, state: int) -> int:
+    """Where `index` (0..n-1) goes under the permutation of n that the hash `state` (int64) names.
 
     A Feistel network on the smallest even number of bits that holds n, walked until it lands below n (Black &
-    Rogaway 2002): O(1) memory, at most 4 walks expected. `state` broadcasts against `index`.
+    Rogaway 2002): O(1) memory, at most 4 walks expected. On plain numbers: a batch has few sequences.
     """
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
-    keys = [rng.fold(state, r) for r in range(_ROUNDS)]
-
-    def shuffle(x: Tensor) -> Tensor:
-        left, right = x >> half, x & mask
+    keys = [rng.fold_int(state, r) for r in range(_ROUNDS)]
+    while True:
+        left, right = index >> half, index & mask
         for key in keys:
-            left, right = right, left ^ (rng.fold(key, right) & mask)
-        return left << half | right
-
-    out = shuffle(index)
-    while bool((out >= n).any()):
-        out = torch.where(out >= n, shuffle(out), out)
-    return out
+            left, right = right, left ^ (rng.fold_int(key, right) & mask)
+        index = left << half | right
+        if index < n:
+            return index
 
 
 def validation_batches(source: Source) -> int:
@@ -62,9 +58,9 @@ def batch(
     if n == 0:
         raise ValueError(f"the {split} split is empty")
     sample_B = step * cfg.batch + torch.tensor(list(rows), dtype=torch.int64)
-    seed = torch.tensor(cfg.seed)
-    shuffle = rng.fold(rng.fold(seed, rng.site_number(f"data/{split}")), sample_B // n)
-    index_B = permute(sample_B % n, n, shuffle)
+    shuffle = rng.fold_int(cfg.seed, rng.site_number(f"data/{split}"))
+    places = [permute(i % n, n, rng.fold_int(shuffle, i // n)) for i in sample_B.tolist()]
+    index_B = torch.tensor(places, dtype=torch.int64)
     period, held = periods(cfg, source.train + source.valid)
     if split == "train":
         index_B = index_B // (period - held) * period + index_B % (period - held)
@@ -74,7 +70,7 @@ def batch(
     if cfg.objective == "causal":
         out = {"tokens": read_BL[:, :-1].contiguous(), "labels": read_BL[:, 1:].contiguous()}
     else:
-        draws = rng.fold(rng.fold(seed, rng.site_number(f"data/masked/{split}")), sample_B)
+        draws = rng.fold(rng.fold(torch.tensor(cfg.seed), rng.site_number(f"data/masked/{split}")), sample_B)
         out = _masked(read_BL, draws, source.specials)
     if split == "valid":
         past_B = sample_B >= n

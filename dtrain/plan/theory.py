@@ -166,8 +166,8 @@ def _weights(part: _Part) -> list[Term]:
     out: list[Term] = []
     for stage, layers in part.layers.items():
         times = {"embed": int(stage == 0), "block": layers, "head": int(stage == len(part.owner) - 1)}
-        uses = _uses(part, stage)
         for segment, params in tree.items():
+            uses = _uses(part, stage, segment)
             cuts = {name: _cuts(part, padded(p, layouts.pad(lay))) for name, p in params.items()}
             for name, p in params.items():
                 terms: list[Term] = []
@@ -204,12 +204,14 @@ def _weights(part: _Part) -> list[Term]:
     return out
 
 
-def _uses(part: _Part, stage: int) -> int:
-    """How often a step gathers the weights of a stage: once, as often as a forward finds no microbatch in flight
-    there, or before each forward, backward and half of a backward."""
+def _uses(part: _Part, stage: int, segment: str) -> int:
+    """How often a step gathers the weights of a segment on a stage: once, as often as a forward finds no microbatch
+    in flight there, or before each forward, backward and half of a backward. The head's are one."""
     lay = part.layout
     if lay.unshard.keep == "step":
         return 1
+    if segment == "head":
+        return part.microbatches
     order = compute_order(lay.pipeline.schedule, lay.sizes["pp"], lay.pipeline.chunks or 1, part.microbatches)[part.pp]
     kinds = [kind for kind, s, _ in order if s == stage]
     if lay.unshard.keep == "use":
@@ -254,16 +256,12 @@ def _activations(part: _Part) -> list[Term]:
         tp("embedding", "backward", int(seq_cut), A)
         if remat == "full" and post:
             tp("embedding", "backward", cut["vocab"] * total, A)
-    if part.head:
-        tp("head", "forward", int(seq_cut), A)
-        tp("head", "backward", cut["vocab"] * total, A)
-        tp("head", "backward", int(seq_cut and remat != "none"), A)
-        times = ("forward", "backward") if remat == "full" else ("forward",)
-        for phase in times:
-            # A maximum, a sum of exponentials and the label's logit of each token.
-            tp("loss", phase, 2 * cut["vocab"], 3 * tokens * wide)
-            if "order" in part.module.BATCH:  # BERT's first token, from the rank that has it
-                tp("first token", phase, 2 * seq_cut, A / lay.data.seq)
+    if part.head:  # forward and backward in one
+        tp("head", "backward", seq_cut + cut["vocab"] * total, A)
+        # A maximum, a sum of exponentials and the label's logit of each token.
+        tp("loss", "backward", 2 * cut["vocab"], 3 * tokens * wide)
+        if "order" in part.module.BATCH:  # BERT's first token, from the rank that has it
+            tp("first token", "backward", 2 * seq_cut, A / lay.data.seq)
     return out
 
 

@@ -13,9 +13,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from dtrain import ops
 from dtrain.program.interpret import Call, Calls, unit_segment
 from dtrain.program.lower import Graph, Program
+from dtrain.program.passes import build, op_name, results_of
 from dtrain.program.schedule import Action
 from dtrain.torch_private import cpp_compiler, inductor_compile
 
@@ -129,11 +132,39 @@ def _compile(program: Program, name: Name, device: str) -> Call:
         for v in (n.meta["val"] for n in g.module.graph.find_nodes(op="placeholder"))
     ]
     with torch.no_grad():
-        call = inductor_compile(_on(g.module, device), examples)
-    return _checked(call, f"{name[0]}.{name[1]}", g.inputs, examples)
+        module, tables = _tables(_on(g.module, device))
+        given = [*examples, *tables]
+        if device == "cpu":
+            # Attention as what runs here: Inductor then fuses its copies, and a call is spared the way through a
+            # custom operation, which small layers feel.
+            module = make_fx(module, decomposition_table=ops.OPAQUE, tracing_mode="fake")(*given)
+        call = inductor_compile(module, given)
+    return _checked(call, f"{name[0]}.{name[1]}", g.inputs, examples, tables)
 
 
-def _checked(call: Call, what: str, keys: Sequence[str], examples: Sequence[Tensor]) -> Call:
+def _tables(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]:
+    """Make tables that depend on nothing (rotary cosines) into further inputs, and compute them, once.
+
+    Inductor would compute them again, in float64, in every element that reads them.
+    """
+    costly: set[fx.Node] = set()  # such values, with a sine or the like on their way
+    free: set[fx.Node] = set()
+    for n in module.graph.nodes:
+        if n.op == "call_function" and all(a in free for a in n.all_input_nodes):
+            free.add(n)
+            if op_name(n) in ("cos", "sin") or any(a in costly for a in n.all_input_nodes):
+                costly.add(n)
+    read = [n for n in module.graph.nodes if n in costly and any(u not in free for u in n.users)]
+    if not read:
+        return module, []
+    names = tuple(f"table:{i}" for i in range(len(read)))
+    tables = list(build(module.graph, {}, read, names).module())
+    holes = module.graph.find_nodes(op="placeholder")
+    keep = {h: h.name for h in holes} | dict(zip(read, names, strict=True))
+    return build(module.graph, keep, results_of(module.graph), ()).module, tables
+
+
+def _checked(call: Call, what: str, keys: Sequence[str], examples: Sequence[Tensor], tables: Sequence[Tensor]) -> Call:
     """Compiled code holds for one set of shapes: another is an error, never a recompilation."""
     want = [(e.shape, e.dtype, e.stride()) for e in examples]
 
@@ -145,6 +176,6 @@ def _checked(call: Call, what: str, keys: Sequence[str], examples: Sequence[Tens
                     f"{what} was compiled for {key} {tuple(shape)} {dtype}, not {tuple(x.shape)} {x.dtype}"
                 )
             given.append(x if x.stride() == stride else x.new_empty_strided(shape, stride).copy_(x))
-        return call(*given)
+        return call(*given, *tables)
 
     return run
