@@ -3,7 +3,8 @@
 Each line is a start of a small Llama in processes of its own. Cold: Inductor's cache is a new, empty folder. Time must
 not grow with depth, for every layer calls the same graphs; a second start must compile nothing; of two ranks each must
 compile a part and load the rest. A compilation is a miss of Inductor's graph cache; C++ compilers are counted by a
-wrapper around the one that Inductor uses. `--json` prints one object.
+wrapper around the one that Inductor uses. CPU seconds are those of the whole process with its children, imports
+included. `--json` prints one object.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import socket
 import subprocess
 import sys
@@ -56,11 +58,13 @@ def child(layers: int, rank: int, ranks: int) -> dict[str, Any]:
             began = time.perf_counter()
             r = train.prepare(made, Rank(rank, ranks, rank, "cpu", "gloo"), source, log)
             prepared = time.perf_counter() - began
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     compiled = sum(r.calls[k] is not g.module for k, g in graphs(r.program).items())
     return {
         "plan_s": planned,
         "lower_s": r.program.seconds,
         "compile_s": prepared - r.program.seconds,
+        "cpu_s": sum(u.ru_utime + u.ru_stime for u in used),
         "graphs": compiled,
         "compiled": counters["inductor"]["fxgraph_cache_miss"],
     }
@@ -77,30 +81,31 @@ def start(layers: int, ranks: int, cache: Path) -> dict[str, Any]:
     compiler = cpp_compiler()
     if compiler is None:
         raise SystemExit("bench/compile.py: there is no C++ compiler (g++ or clang++)")
-    with tempfile.TemporaryDirectory() as name:
-        calls, wrapper = Path(name) / "calls", Path(name) / "c++"
-        calls.touch()
-        wrapper.write_text(f'#!/bin/sh\necho "$*" >> {calls}\nexec {compiler} "$@"\n')
-        wrapper.chmod(0o755)
-        env = {**os.environ, "CXX": str(wrapper), "TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
-        env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
-        processes = []
-        for rank in range(ranks):
-            command = [sys.executable, __file__, "--child", str(layers), str(rank), str(ranks)]
-            own = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(subprocess.Popen(command, env=own, stdout=subprocess.PIPE, text=True))
-        said = [p.communicate()[0] for p in processes]
-        if any(p.returncode for p in processes):
-            raise SystemExit(f"bench/compile.py: a start with {layers} layers and {ranks} ranks failed")
-        each = [json.loads(text.splitlines()[-1]) for text in said]
-        # The wrapper lies in a new folder each time, and Inductor asks it for its version: no compilation.
-        built = sum(" -o " in f" {line} " or " -c " in f" {line} " for line in calls.read_text().splitlines())
-    out = {k: max(e[k] for e in each) for k in ("plan_s", "lower_s", "compile_s", "graphs")}
-    return (
-        out
-        | {"compiled": sum(e["compiled"] for e in each), "compiled_by_rank": [e["compiled"] for e in each]}
-        | {"compiler_calls": built}
-    )
+    # The same place for all starts on a cache: Inductor's keys hold the compiler's path.
+    calls, wrapper = cache / "calls", cache / "c++"
+    calls.write_text("")
+    wrapper.write_text(f'#!/bin/sh\necho "$*" >> {calls}\nexec {compiler} "$@"\n')
+    wrapper.chmod(0o755)
+    env = {
+        **os.environ,
+        "CXX": str(wrapper),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "OMP_NUM_THREADS": "1",
+    }
+    env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    processes = []
+    for rank in range(ranks):
+        command = [sys.executable, __file__, "--child", str(layers), str(rank), str(ranks)]
+        own = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes.append(subprocess.Popen(command, env=own, stdout=subprocess.PIPE, text=True))
+    said = [p.communicate()[0] for p in processes]
+    if any(p.returncode for p in processes):
+        raise SystemExit(f"bench/compile.py: a start with {layers} layers and {ranks} ranks failed")
+    each = [json.loads(text.splitlines()[-1]) for text in said]
+    built = sum(" -o " in f" {line} " for line in calls.read_text().splitlines())  # not when asked for its version
+    out = {k: max(e[k] for e in each) for k in ("plan_s", "lower_s", "compile_s", "cpu_s", "graphs")}
+    by_rank = [e["compiled"] for e in each]
+    return {**out, "compiled": sum(by_rank), "compiled_by_rank": by_rank, "compiler_calls": built}
 
 
 def free_port() -> int:
@@ -129,6 +134,7 @@ def verdict(rows: Mapping[str, Any], depths: Sequence[int]) -> dict[str, Any]:
     seconds = [r["plan_s"] + r["lower_s"] + r["compile_s"] for r in (first, last)]
     return {
         "deepest_over_shallowest": seconds[1] / seconds[0],
+        "deepest_over_shallowest_cpu": last["cpu_s"] / first["cpu_s"],
         "graphs_at_each_depth": [rows[f"{n} layers, cold"]["graphs"] for n in depths],
         "compiled_again": again["compiled"] + again["compiler_calls"],
         "compiled_by_two_ranks_over_graphs": shared["compiled"] / shared["graphs"],
@@ -157,6 +163,7 @@ def main(args: Sequence[str] | None = None) -> None:
     for name, r in rows.items():
         print(
             f"{name:<26} plan {r['plan_s']:5.2f} s  lower {r['lower_s']:5.2f} s  compile {r['compile_s']:6.2f} s  "
+            f"({r['cpu_s']:.1f} s of CPU)  "
             f"{r['graphs']} graphs, {r['compiled']} compiled ({' + '.join(map(str, r['compiled_by_rank']))}), "
             f"{r['compiler_calls']} C++ compilations"
         )

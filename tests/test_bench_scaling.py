@@ -45,7 +45,7 @@ def test_a_point_is_timed_and_its_peak_is_of_its_steps() -> None:
 
 def test_the_verdict_on_compiling() -> None:
     def row(seconds: float, compiled: int, calls: int = 0) -> dict[str, float]:
-        times = {"plan_s": 0.0, "lower_s": 1.0, "compile_s": seconds}
+        times = {"plan_s": 0.0, "lower_s": 1.0, "compile_s": seconds, "cpu_s": 2 * seconds}
         return {**times, "graphs": 6, "compiled": compiled, "compiler_calls": calls}
 
     rows = {
@@ -56,6 +56,7 @@ def test_the_verdict_on_compiling() -> None:
     }
     assert load("compile").verdict(rows, (4, 80)) == {
         "deepest_over_shallowest": 1.2,
+        "deepest_over_shallowest_cpu": pytest.approx(11 / 9),
         "graphs_at_each_depth": [6, 6],
         "compiled_again": 0,
         "compiled_by_two_ranks_over_graphs": 1.0,
