@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dtrain.axes import ALONE, On, inherit, notation, padded, parse
 from dtrain.layout import Layout
 from dtrain.layout.derived import lengths
+from dtrain.layout.shapes import shape_notes
 from dtrain.mesh import all_groups
 from dtrain.plan import Plan, plan
 from dtrain.program.interpret import unit_segment
@@ -53,6 +54,9 @@ def show(layout: Layout) -> str:
         f"pipeline: {layout.pipeline.schedule}, {_many(p.microbatches, 'microbatch')}\n{_stages(p, tree)}",
         f"ranks\n{_ranks(p, tree)}",
     ]
+    notes = shape_notes(layout)
+    if notes:
+        parts.append("\n".join(["notes", *(f"  {note}" for note in notes)]))
     return "\n\n".join(parts)
 
 
