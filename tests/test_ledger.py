@@ -111,7 +111,15 @@ def test_data_parallel_by_hand() -> None:
         [
             ("all_reduce", "forward", "head", "dp", 1, 8, 8),
             *(
-                ("all_reduce", "reduce", s, "dp/reduce", 2 if s == "block" else 1, 8 * n[s], 8 * n[s] * (1 + (s == "block")))
+                (
+                    "all_reduce",
+                    "reduce",
+                    s,
+                    "dp/reduce",
+                    2 if s == "block" else 1,
+                    8 * n[s],
+                    8 * n[s] * (1 + (s == "block")),
+                )
                 for s in n
             ),
             ("all_reduce", "update", "", "world", 1, 24, 24),
