@@ -144,9 +144,8 @@ def main(args: Sequence[str] | None = None) -> None:
     print(", ".join(f"{k} {v}" for k, v in machine.items()))
     print(f"{LAYERS} layers, pp {PP}, {MICROBATCHES} microbatches, 1f1b, coordinate 0; {asked.steps} steps")
     span = f"{found['us_per_action_least']:.1f} to {found['us_per_action_most']:.1f}"
-    print(
-        f"{found['us_per_action']:.1f} us an action ({span}; bar {BAR:g}), {found['cpu_us_per_action']:.1f} us of processor"
-    )
+    print(f"{found['us_per_action']:.1f} us an action ({span}; bar {BAR:g}), in processor time", end=" ")
+    print(f"{found['cpu_us_per_action']:.1f}")
     print(f"{found['ms_per_step']:.1f} ms a step of {found['actions']:.0f} actions")
     print(f"action list: {found['list_bytes']:,.0f} bytes, {found['list_bytes_per_action']:.0f} an action")
 
