@@ -517,7 +517,7 @@ class Trace:
             yield
             return
         if self.profiler is None:
-            self.profiler = torch.profiler.profile()
+            self.profiler = torch.profiler.profile(acc_events=True)  # 2.11 warns without
             self.profiler.start()
         self.seen.append(number)
         with torch.profiler.record_function(f"step {number}"):

@@ -256,18 +256,6 @@ def test_actions_that_differ_in_their_microbatch_share_what_is_bound() -> None:
     assert len({id(op) for op in bound.ops}) == len(alike)
 
 
-def at_once(todo: tuple[Action, ...]) -> list[Action]:
-    """A list with the wait for every reduction directly after its start."""
-    waits = [a for a in todo if a.kind == "WAIT" and a.what == "grads"]
-    out: list[Action] = []
-    for a in todo:
-        if a not in waits:
-            out.append(a)
-        if a.kind == "REDUCE":
-            out += [w for w in waits if (w.unit, w.mb) == (a.unit, a.mb)]
-    return out
-
-
 @pytest.mark.parametrize(
     "key",
     [
@@ -283,7 +271,7 @@ def test_overlap_changes_no_bit(key: tuple[str, str, tuple[str, ...]]) -> None:
     results = []
     for distance, most in [(0, 0), (1, 1), (2, 0), (0, 2), (2, 2)]:
         made = tiny.make(key[0], key[1], (*key[2], f"unshard.prefetch={distance}"))
-        lists = tuple(tuple(schedule.defer(at_once(todo), most)) for todo in made.train)
+        lists = tuple(tuple(schedule.defer(todo, most)) for todo in made.train)
         if most == 1:
             assert lists == made.train
         made = replace(made, train=lists)

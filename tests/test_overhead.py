@@ -1,23 +1,27 @@
-"""bench/overhead.py runs end to end; its figure is for the bench, where nothing else runs."""
+"""bench/overhead.py and bench/prefetch.py run end to end; their figures are for the bench, where nothing else runs."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-PATH = Path(__file__).parent.parent / "bench" / "overhead.py"
+BENCH = Path(__file__).parent.parent / "bench"
+
+
+def load(name: str) -> Any:
+    if str(BENCH) not in sys.path:  # processes that a bench spawns must find it as well
+        sys.path.append(str(BENCH))
+    return importlib.import_module(name)
 
 
 @pytest.fixture(scope="module")
 def overhead() -> Any:
-    spec = importlib.util.spec_from_file_location("overhead", PATH)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("overhead")
 
 
 def test_a_list_runs_over_graphs_of_real_arity(overhead: Any) -> None:
@@ -37,3 +41,12 @@ def test_the_list_grows_by_its_actions_alone(overhead: Any) -> None:
     each = (overhead.list_bytes(many) - overhead.list_bytes(few)) / (len(many.actions) - len(few.actions))
     assert each < 120
     assert len(set(map(id, many.ops))) == len(set(map(id, few.ops)))
+
+
+@pytest.mark.long
+def test_prefetch_is_measured_on_two_processes(capfd: pytest.CaptureFixture[str]) -> None:
+    prefetch = load("prefetch")
+    prefetch.main(["--rounds", "2", "--json"])
+    found = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert [(v["prefetch"], v["in_flight"]) for v in found["variants"]] == list(prefetch.VARIANTS)
+    assert found["variants"][0]["ratio"] == 1.0 and all(v["ms"] > 0 for v in found["variants"])

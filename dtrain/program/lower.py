@@ -574,7 +574,13 @@ def _surplus(graph: fx.Graph | None) -> fx.Node | None:
 
 
 def _surplus_message(node: fx.Node, otherwise: str) -> str:
-    where = node.meta.get("cause") or node.meta.get("line") or otherwise
+    # Between two steps of backward (where gradients are added up) nothing knows the line; what comes in does.
+    near, seen = [node], {node}
+    for n in near:
+        new = [a for a in n.all_input_nodes if a not in seen]
+        seen.update(new)
+        near.extend(new)
+    where = next((n.meta.get("cause") or n.meta.get("line") for n in near if "line" in n.meta), otherwise)
     return f"{where}: needs a {passes.op_name(node)} that nothing asked for; an on.constrain is missing"
 
 

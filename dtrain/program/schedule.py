@@ -12,8 +12,7 @@ What runs beside the computes is started by one action and ended by another. UNS
 unit's parameters, and WAIT params(unit) must come before its first use; REDUCE(unit, mb) or REDUCE(unit) starts a
 reduction, and WAIT grads(...) adds its result; RECV posts a receive, and WAIT act(...) or WAIT grad(...) is its end;
 SEND starts a send, and WAIT sent(...) releases its buffer. Between the two nothing may read, free or reuse what is
-in flight. `prefetch` moves the starts of gathers forward, `defer` puts off the waits for reductions; a list without
-either waits at once.
+in flight. `prefetch` moves the starts of gathers forward, `defer` places the waits for reductions.
 """
 
 from __future__ import annotations
@@ -361,14 +360,10 @@ def _with_reduces(computes: Sequence[Action], late: Sequence[int], reduce_each: 
             unit = action.unit
             left[unit] -= 1
             if unit in reduce_each:
-                due += _reduce(unit, action.mb)
+                due.append(Action("REDUCE", unit, action.mb))
             if left[unit] == 0 and unit not in late:
-                due += _reduce(unit)
-    return [*out, *due, *(a for unit in late if unit in here for a in _reduce(unit)), Action("UPDATE")]
-
-
-def _reduce(unit: int, mb: int = -1) -> list[Action]:
-    return [Action("REDUCE", unit, mb), Action("WAIT", unit, mb, what="grads")]
+                due.append(Action("REDUCE", unit))
+    return [*out, *due, *(Action("REDUCE", unit) for unit in late if unit in here), Action("UPDATE")]
 
 
 def _with_gathers(computes: Sequence[Action], keep: Keep, gathered: Collection[int]) -> list[Action]:
@@ -414,19 +409,21 @@ def prefetch(todo: Sequence[Action], distance: int) -> list[Action]:
 
 
 def defer(todo: Sequence[Action], most: int) -> list[Action]:
-    """Wait for a reduction only when `most` are in flight and another starts, before the step's REDUCE of its
-    unit, or at UPDATE; with 0 at once. Costs that many units' packed gradients."""
+    """Place the waits for reductions anew: each only when `most` are in flight and another starts, before the
+    step's REDUCE of its unit, or at UPDATE; with 0 at once. Costs that many units' packed gradients."""
     out: list[Action] = []
     flying: list[Action] = []
     for action in todo:
-        if action.kind == "WAIT" and action.what == "grads" and most:
-            flying.append(action)
+        if action.kind == "WAIT" and action.what == "grads":
             continue
-        if action.kind == "REDUCE" and most:
-            last = [a for a in flying if a.unit == action.unit and action.mb < 0]
-            while flying and (len(flying) >= most or (last and last[-1] in flying)):
+        if action.kind == "REDUCE":
+            own = [a for a in flying if a.unit == action.unit and action.mb < 0]
+            while flying and (len(flying) >= most or (own and own[-1] in flying)):
                 out.append(flying.pop(0))
         if action.kind == "UPDATE":
             out += flying
         out.append(action)
+        if action.kind == "REDUCE":
+            flying.append(Action("WAIT", action.unit, action.mb, what="grads"))
+            out += [flying.pop()] if not most else []
     return out
