@@ -70,6 +70,12 @@ def parse_rate(text: object) -> float:
     return rate
 
 
+def show_size(size: float) -> str:
+    """Bytes -> `"60GiB"`, `"1.5MiB"`."""
+    unit = next(u for u in ("GiB", "MiB", "KiB", "B") if size >= _UNITS[u] or u == "B")
+    return f"{size / _UNITS[unit]:.4g}{unit}"
+
+
 def show_rate(rate: float) -> str:
     """Bytes/s -> `"12.5GB/s"`."""
     return f"{rate / 1e9:g}GB/s"

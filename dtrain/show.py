@@ -49,7 +49,7 @@ def show(layout: Layout) -> str:
     tree = store_tree(p.job)
     parts = [
         _head(p),
-        f"parameters\n{_parameters(p, tree)}",
+        f'parameters (" is as in the column before)\n{_parameters(p, tree)}',
         f"activations of one microbatch\n{_activations(p)}",
         f"pipeline: {layout.pipeline.schedule}, {_many(p.microbatches, 'microbatch')}\n{_stages(p, tree)}",
         f"ranks\n{_ranks(p, tree)}",

@@ -61,13 +61,13 @@ def test_a_block_with_tensor_parallelism_alone(family: str, remat: str) -> None:
 
 
 def test_what_each_recompute_policy_saves() -> None:
-    """Bytes kept by a Llama block besides its input, at the sizes of the 8B model: regathering saves a lot."""
+    """Bytes kept by a Llama block besides its input, at the proportions of the 8B model: regathering saves a lot."""
     more = ("model.embed=512", "model.mlp=1792", "model.heads=8", "data.seq=64")
     saved = {
         r: segment("llama", "block", "tp2", *more, f"run.remat={r}").saved_bytes for r in ("none", "selective", "full")
     }
     assert saved["full"] == 0
-    assert 2.5 < saved["none"] / saved["selective"] < 5, saved
+    assert 2 < saved["none"] / saved["selective"] < 5, saved
 
 
 @pytest.mark.parametrize("family", FAMILIES)

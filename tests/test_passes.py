@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dtrain.mesh import Groups, simulate
-from dtrain.program import passes
+from dtrain.program import passes, remat
 from dtrain.program.lower import Graph, Segment
 
 WRT = ("x", "params:w", "params:b")
@@ -35,20 +35,25 @@ def joint() -> fx.GraphModule:
     return make_fx(fn)(torch.ones(3, 4), torch.ones(4, 4), torch.ones(4), torch.ones(3, 4))
 
 
+def split(policy: str, whole: fx.GraphModule | None = None) -> dict[str, passes.Cut]:
+    named = passes.joint((whole or joint()).graph, INPUTS, WRT)
+    return passes.split_joint(named, remat.by_kind(remat.POLICIES[policy]))
+
+
 def run(cut: passes.Cut, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     out = cut.module(*[given[k] for k in cut.inputs])
     return dict(zip(cut.outputs, out, strict=True))
 
 
-@pytest.mark.parametrize("remat", ["none", "selective", "full"])
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
 @pytest.mark.parametrize("halves", [False, True], ids=["B", "I+W"])
-def test_the_parts_compute_what_the_whole_does(remat: str, halves: bool) -> None:
+def test_the_parts_compute_what_the_whole_does(policy: str, halves: bool) -> None:
     g = torch.Generator().manual_seed(0)
     values = [torch.randn(3, 4, generator=g), *(torch.randn(*s, generator=g) for s in ((4, 4), (4,), (3, 4)))]
     given = dict(zip(INPUTS, values, strict=True))
     whole = joint()
     want = dict(zip(("y", *(f"grad:{w}" for w in WRT)), whole(*values), strict=True))
-    cuts = passes.split_joint(whole.graph, INPUTS, WRT, passes.policy(remat))
+    cuts = split(policy, whole)
     got = run(cuts["forward"], given)
     kept = given | got
     for name in ("backward_input", "backward_weight") if halves else ("backward",):
@@ -59,8 +64,8 @@ def test_the_parts_compute_what_the_whole_does(remat: str, halves: bool) -> None
         assert torch.equal(got[name], value), name
 
 
-def saved(remat: str) -> list[str]:
-    cut = passes.split_joint(joint().graph, INPUTS, WRT, passes.policy(remat))["forward"]
+def saved(policy: str) -> list[str]:
+    cut = split(policy)["forward"]
     assert [n for n in cut.outputs if n != "y"] == [f"saved:{i}" for i in range(len(cut.outputs) - 1)]
     return [passes.op_name(n) for n in passes.results_of(cut.module.graph)[1:]]
 
@@ -74,7 +79,7 @@ def test_what_is_saved() -> None:
 
 
 def test_the_halves_do_no_product_twice() -> None:
-    cuts = passes.split_joint(joint().graph, INPUTS, WRT, passes.policy("none"))
+    cuts = split("none")
     products = {k: sum(passes.op_name(n) == "mm" for n in c.module.graph.nodes) for k, c in cuts.items()}
     assert products["backward"] == 4  # two for x, two for w
     assert products["backward_input"] == products["backward_weight"] == 2
@@ -83,16 +88,16 @@ def test_the_halves_do_no_product_twice() -> None:
 
 
 def test_only_inputs_that_are_read_are_inputs() -> None:
-    cuts = passes.split_joint(joint().graph, INPUTS, WRT, passes.policy("none"))
+    cuts = split("none")
     assert cuts["forward"].inputs == ("x", "params:w", "params:b")
     assert "grad" in cuts["backward"].inputs
-    full = passes.split_joint(joint().graph, INPUTS, WRT, passes.policy("full"))
+    full = split("full")
     assert set(full["backward"].inputs) == set(INPUTS)
 
 
 def test_recomputation_stands_before_its_reader() -> None:
     """Late: what backward computes again is not all alive at its beginning."""
-    cut = passes.split_joint(joint().graph, INPUTS, WRT, passes.policy("full"))["backward"]
+    cut = split("full")["backward"]
     order = [n for n in cut.module.graph.nodes if n.op == "call_function"]
     for node in order:
         for a in node.all_input_nodes:

@@ -69,7 +69,10 @@ def segment(family: str, name: str, mesh: str, more: tuple[str, ...] = ()) -> Se
 def lower_segment(job: Job, name: str) -> Segment:
     inner = job.trace_mesh
     with fake_mesh(inner, job.trace_dims) as mesh:
-        return lower_module._lower_segment(job, name, lower_module.store_tree(job)[name], mesh)
+        stored = lower_module.store_tree(job)[name]
+        traced = lower_module._trace_segment(job, name, stored, mesh)
+    save = lower_module._saves(job, {name: traced.joint})[name]
+    return lower_module._cut_segment(job, name, stored, traced, save)
 
 
 def ledger(graph: Graph) -> list[tuple[str, str, tuple[int, ...]]]:

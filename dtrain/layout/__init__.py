@@ -36,11 +36,12 @@ from dtrain.layout.derived import (
 from dtrain.layout.errors import at, fail, first
 from dtrain.layout.placement import levels, link_between, link_rate
 from dtrain.layout.reader import LayoutError, override, read
-from dtrain.layout.schema import Layout, Link, LossScale, Model, schema_keys
+from dtrain.layout.schema import Layout, Link, LossScale, Model, RematBudget, schema_keys
 
 __all__ = [
     "Layout",
     "LayoutError",
+    "RematBudget",
     "Tables",
     "at",
     "check_place",

@@ -27,6 +27,11 @@ from dtrain.layout.reader import Where
 CHECKS = ("tp-across-nodes", "link-leaves-domain", "spans-two-levels", "slow-inside-fast")
 
 
+# What forward keeps for backward, by a name or as a list of kinds; `program.remat` says what they mean.
+REMAT = ("none", "selective", "full")
+KEEP = ("matmul", "attention", "scores", "reduced", "gathered", "pointwise")
+
+
 class Section(BaseModel):
     """A mapping of known keys with strict types: no text for numbers, no 1e3 for a whole number."""
 
@@ -181,12 +186,28 @@ class Timeouts(Section):
     save: Positive = 1800.0
 
 
+class RematBudget(Section):
+    """Bytes that a rank may keep from forwards to backwards."""
+
+    budget: int
+
+
+def _remat(value: object) -> str | tuple[str, ...] | RematBudget:
+    if isinstance(value, str) and value in REMAT:
+        return value
+    if isinstance(value, (list, tuple)) and all(v in KEEP for v in value):
+        return tuple(value)
+    if isinstance(value, dict) and set(value) == {"budget"}:
+        return RematBudget(budget=hardware.parse_size(value["budget"]))
+    raise ValueError(f"must be {', '.join(REMAT)}, a list of what to keep ({', '.join(KEEP)}), or {{budget: 60GiB}}")
+
+
 class Run(Section):
     steps: Count
     seed: Whole = 0
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     loss_scale: LossScale | None = None
-    remat: Literal["none", "selective", "full"] = "selective"
+    remat: Annotated[str | tuple[str, ...] | RematBudget, PlainValidator(_remat)] = "selective"
     compile: Literal["on", "off", "auto"] = "auto"
     save_every: Count | None = None
     eval_every: Count | None = None

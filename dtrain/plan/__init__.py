@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
+from dtrain import hardware
 from dtrain import layout as layouts
 from dtrain.axes import inherit
-from dtrain.layout import Layout
+from dtrain.layout import Layout, RematBudget
 from dtrain.mesh import Mesh, flat_index
-from dtrain.program.lower import Job, store_tree
+from dtrain.program.cost import Rates
+from dtrain.program.interpret import unit_segment
+from dtrain.program.lower import SEGMENTS, Job, act_shape, store_tree
+from dtrain.program.remat import Budget
 from dtrain.program.schedule import Action, actions, compute_order, coordinate_of, forward_only, unit_ranges
 from dtrain.storage import Stored
 
@@ -67,7 +73,6 @@ def plan(layout: Layout) -> Plan:
         seq=layout.data.seq,
         dtype=dtype,
         master=torch.float64 if dtype == torch.float64 else torch.float32,
-        remat=layout.run.remat,
         tied_across=ends if tied and ends[0] != ends[1] else None,
     )
     order = compute_order(layout.pipeline.schedule, pp, chunks, microbatches)
@@ -81,6 +86,11 @@ def plan(layout: Layout) -> Plan:
         reduce_each=_units_where(job, lambda s: s.grads > 0),
         tied=[(0, config.layers + 1)] if tied else [],
     )
+    asked = layout.run.remat
+    if not isinstance(asked, RematBudget):
+        job = replace(job, remat=asked)
+    else:
+        job = replace(job, remat=budget(layout, job, asked.budget, lists))
     evaluate = forward_only(stages, owner, 1, keep=layout.unshard.keep, gathered=gathered)
     return Plan(
         layout,
@@ -91,6 +101,51 @@ def plan(layout: Layout) -> Plan:
         layouts.data_parallel(layout),
         microbatches,
     )
+
+
+# FLOP/s and bytes/s where a device's peaks are unknown (a CPU): only their ratio matters.
+_UNKNOWN = (1e11, 1e10)
+
+
+def budget(layout: Layout, job: Job, size: int, lists: Sequence[Sequence[Action]]) -> Budget:
+    """`run.remat: {budget: ...}` for lowering. Raises LayoutError where the segments' inputs alone exceed it."""
+    moments = [m for actions in lists for m in held(actions, job.layers)]
+    act = math.prod(act_shape(job)) * job.dtype.itemsize
+    least = act * max((m["block"] + m["head"] for m in moments), default=0)
+    if size < least:
+        layouts.fail(
+            layout,
+            "run.remat",
+            f"budget {hardware.show_size(size)}; the inputs of layers in flight, which are always kept, take "
+            f"{hardware.show_size(least)} on the fullest rank; allow at least that, or use a smaller data.microbatch",
+        )
+    calls = [Counter(unit_segment(a.unit, job.layers)[0] for a in actions if a.kind == "F") for actions in lists]
+    gpu = hardware.gpu(layout.cluster.gpu)
+    wire = {
+        group: (
+            job.mesh.product(group.split(".")),
+            min(layouts.link_rate(layout, link) for d in group.split(".") for link in layout.mesh[d].link or ()),
+        )
+        for group in job.trace_dims
+    }
+    rates = Rates(gpu.peak.get(layout.run.precision, _UNKNOWN[0]), gpu.memory_rate or _UNKNOWN[1], wire)
+    return Budget(size, moments, {s: max(c[s] for c in calls) for s in SEGMENTS}, rates)
+
+
+def held(actions: Sequence[Action], layers: int) -> list[Counter[str]]:
+    """How many passes of each segment are between forward and backward on a rank, at every moment that no other
+    exceeds in all segments."""
+    now: Counter[str] = Counter(dict.fromkeys(SEGMENTS, 0))
+    peaks: list[Counter[str]] = []
+    for a in actions:
+        name = unit_segment(a.unit, layers)[0] if a.unit >= 0 else ""
+        if a.kind == "F":
+            now[name] += 1
+            if not any(now <= p for p in peaks):
+                peaks = [p for p in peaks if not p <= now] + [now.copy()]
+        elif a.kind in ("B", "W"):
+            now[name] -= 1
+    return peaks
 
 
 def rows(plan: Plan, at: Mapping[str, int], mb: int | None = None) -> range:

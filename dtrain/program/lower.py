@@ -38,8 +38,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dtrain import storage
 from dtrain.axes import ALONE, AxesError, On, Param, ParamTree, Rules, inherit, padded, parse, split
 from dtrain.mesh import Mesh, fake_mesh, flat_index
-from dtrain.program import passes
-from dtrain.program.passes import Cut
+from dtrain.program import cost, passes, remat
+from dtrain.program.passes import Cut, Joint, Save
+from dtrain.program.remat import Budget
 from dtrain.rng import Key
 from dtrain.sharding import (
     Backward,
@@ -60,9 +61,9 @@ from dtrain.torch_private import forgetting_meshes, tracing_graph
 
 @dataclass(frozen=True)
 class Job:
-    """What lowering needs to know, and no more. `batch` is one rank's microbatch in sequences, `remat` one of
-    none, selective, full; `tied_across` the two pipeline coordinates that share tied parameters, if they
-    differ."""
+    """What lowering needs to know, and no more. `batch` is one rank's microbatch in sequences, `remat` what forwards
+    keep (one of `remat.POLICIES`, a list of `remat.KINDS`, or a budget); `tied_across` the two pipeline coordinates
+    that share tied parameters, if they differ."""
 
     module: ModuleType
     config: Any
@@ -77,7 +78,7 @@ class Job:
     seq: int
     dtype: torch.dtype
     master: torch.dtype = torch.float32
-    remat: str = "selective"
+    remat: str | tuple[str, ...] | Budget = "selective"
     tied_across: tuple[int, int] | None = None
 
     @property
@@ -138,13 +139,24 @@ class Segment:
     graphs: Mapping[str, Graph]
     act: tuple[tuple[int, ...], torch.dtype] | None  # local shape and dtype of the segment's result
     activations: Mapping[str, str]  # model line -> placement asked there
+    kept: tuple[Kept, ...]  # from a forward to its backward, without parameters and the segment's input
+    again: float  # FLOPs that backward spends on computing forward's values again
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes kept from a forward to its backward, without parameters."""
-        nodes = passes.results_of(self.graphs["forward"].module.graph)[1:]
-        unique = {n: n.meta["val"] for n in nodes}
-        return sum(v.numel() * v.element_size() for v in unique.values())
+        """Bytes kept from a forward to its backward, without parameters and the segment's input."""
+        return sum(k.bytes for k in self.kept)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A value that forward keeps for backward: its kind (one of `remat.KINDS`), the model line that made it, the
+    local shape, bytes."""
+
+    kind: str
+    line: str
+    shape: tuple[int, ...]
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -203,13 +215,13 @@ def lower(job: Job, rank: int = 0) -> Program:
     coordinates = job.mesh.coordinates(rank)
     inner = job.trace_mesh
     place_inside = {d: flat_index(job.mesh, d.split("."), coordinates) for d in job.trace_dims}
-    segments = {}
     with (
         forgetting_meshes() if rank else nullcontext(),
         fake_mesh(inner, job.trace_dims, inner.rank(place_inside)) as mesh,
     ):
-        for name in SEGMENTS:
-            segments[name] = _lower_segment(job, name, stored[name], mesh)
+        traced = {name: _trace_segment(job, name, stored[name], mesh) for name in SEGMENTS}
+    saves = _saves(job, {name: t.joint for name, t in traced.items()})
+    segments = {name: _cut_segment(job, name, stored[name], traced[name], saves[name]) for name in SEGMENTS}
     for segment in segments.values():
         for n, s in segment.stored.items():
             if s.param.tied_to and job.tied_across is None:
@@ -233,21 +245,50 @@ def _local(shape: Sequence[int], axes: Sequence[str], job: Job, what: str) -> tu
     return tuple(out)
 
 
+def _sizes(job: Job) -> dict[str, int]:
+    """Lengths of the axes of activations, of one microbatch of all replicas together."""
+    data = job.mesh.product(job.mesh.ordered(inherit(job.compute).get("batch", ())))
+    return {"batch": job.batch * data, "seq": job.seq, "res_seq": job.seq, "embed": job.config.embed}
+
+
+def act_shape(job: Job) -> tuple[int, ...]:
+    """The local shape of the activation between segments."""
+    axes, _ = parse(job.module.ACT)
+    sizes = _sizes(job)
+    return _local([sizes[a] for a in axes], axes, job, "the activation between segments")
+
+
 def _count_names(job: Job, fake: FakeTensorMode) -> tuple[str, ...]:
     with fake:
         batch = {k: torch.zeros([2] * len(parse(v)[0]), dtype=torch.int64) for k, v in job.module.BATCH.items()}
         return tuple(job.module.counts(job.config, batch))
 
 
-def _lower_segment(job: Job, name: str, stored: Mapping[str, Stored], mesh: DeviceMesh | None) -> Segment:
+@dataclass(frozen=True)
+class _Traced:
+    """A traced segment: its joint graph, on which dims each gradient arrives as partial sums, what was placed
+    where."""
+
+    joint: Joint
+    partial: Mapping[str, tuple[str, ...]]
+    asked: Mapping[str, str]
+
+
+def _saves(job: Job, joints: Mapping[str, Joint]) -> Mapping[str, Save]:
+    """What each segment keeps for its backward."""
+    if isinstance(job.remat, Budget):
+        try:
+            return remat.choose(joints, job.remat)
+        except remat.BudgetError as error:
+            raise LoweringError(f"run.remat: {error}") from None
+    kinds = remat.POLICIES[job.remat] if isinstance(job.remat, str) else job.remat
+    return dict.fromkeys(joints, remat.by_kind(kinds))
+
+
+def _trace_segment(job: Job, name: str, stored: Mapping[str, Stored], mesh: DeviceMesh | None) -> _Traced:
     module, fake = job.module, FakeTensorMode(allow_non_fake_inputs=True)
     names = tuple(stored)
-    act_axes, _ = parse(module.ACT)
-    data = 1
-    for d in job.mesh.ordered(inherit(job.compute).get("batch", ())):
-        data *= job.mesh.size(d)
-    sizes = {"batch": job.batch * data, "seq": job.seq, "res_seq": job.seq, "embed": job.config.embed}
-    act = _local([sizes[a] for a in act_axes], act_axes, job, "the activation between segments")
+    act, sizes = act_shape(job), _sizes(job)
 
     inputs: dict[str, Tensor] = {}
     with fake:
@@ -296,8 +337,14 @@ def _lower_segment(job: Job, name: str, stored: Mapping[str, Stored], mesh: Devi
 
     keys = tuple(inputs)
     wrt = (() if name == "embed" else ("x",)) + tuple(f"params:{n}" for n in names)
-    graphs = passes.split_joint(traced.graph, keys, wrt, passes.policy(job.remat))
-    sums = {n: _sums(job, name, n, stored[n], found["partial"][n]) for n in names}
+    return _Traced(passes.joint(traced.graph, keys, wrt), found["partial"], found["asked"])
+
+
+def _cut_segment(job: Job, name: str, stored: Mapping[str, Stored], traced: _Traced, save: Save) -> Segment:
+    names, fake = tuple(stored), FakeTensorMode(allow_non_fake_inputs=True)
+    graphs = passes.split_joint(traced.joint, save)
+    needs = passes.divide(traced.joint, save)
+    sums = {n: _sums(job, name, n, stored[n], traced.partial[n]) for n in names}
     # A tied parameter is stored once, by the segment it is tied to, unless that lives on another coordinate.
     owned = tuple(n for n, s in stored.items() if s.param.tied_to is None or job.tied_across is not None)
 
@@ -334,8 +381,18 @@ def _lower_segment(job: Job, name: str, stored: Mapping[str, Stored], mesh: Devi
         owned,
         sums,
         {k: Graph(g.module, g.inputs, g.outputs) for k, g in graphs.items()},
-        None if name == "head" else (act, job.dtype),
-        found["asked"],
+        None if name == "head" else (act_shape(job), job.dtype),
+        traced.asked,
+        tuple(
+            Kept(
+                remat.kind(n, traced.joint.fixed) or "view",
+                n.meta.get("line", ""),
+                tuple(n.meta["val"].shape),
+                cost.size(n),
+            )
+            for n in needs.saved
+        ),
+        sum(cost.flops(n) for n in needs.again),
     )
 
 

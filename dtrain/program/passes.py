@@ -1,8 +1,8 @@
-"""Pure functions Graph -> Graph: cutting the joint graph, recompute, and reading collectives off a graph."""
+"""Pure functions Graph -> Graph: cutting the joint graph, and reading collectives off a graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,69 +58,87 @@ class Cut:
     outputs: tuple[str, ...]
 
 
-Save = Callable[[fx.Node, frozenset[fx.Node]], bool]
+# Whether a forward value is kept for backward, given the values that depend on parameters only.
+Save = Callable[[fx.Node, Container[fx.Node]], bool]
 
 
-def policy(remat: str) -> Save:
-    """A recompute policy: which forward values may be kept for backward (given the parameter-only values).
+@dataclass(frozen=True)
+class Joint:
+    """A joint graph: outputs y, then the gradients with respect to `wrt`.
 
-    `none` keeps what backward reads; `selective` keeps products with weights, attention and reduced sums, and
-    recomputes pointwise work, gathers of the sequence and attention's inner products, as Megatron's selective
-    recompute does (Korthikanti et al. 2022, section 5); `full` keeps only the segment's input.
+    `name_of` names its inputs, `forward` are the nodes that y needs, `fixed` those that depend on parameters only,
+    or on nothing, `reads` what backward takes directly from forward and the inputs.
     """
-    if remat == "none":
-        return lambda node, fixed: True
-    if remat == "full":
-        return lambda node, fixed: False
 
-    def selective(node: fx.Node, fixed: frozenset[fx.Node]) -> bool:
-        name = op_name(node)
-        if name in ("mm", "addmm", "bmm"):
-            return any(a in fixed for a in node.all_input_nodes)
-        if name == "wait_tensor":
-            return op_name(node.all_input_nodes[0]) != "all_gather_into_tensor"
-        source = node.all_input_nodes[0] if node.all_input_nodes else None
-        return name == "getitem" and source is not None and op_name(source) == "attention"
-
-    return selective
+    graph: fx.Graph
+    name_of: Mapping[fx.Node, str]
+    wrt: tuple[str, ...]
+    forward: Container[fx.Node]
+    fixed: Container[fx.Node]
+    reads: tuple[fx.Node, ...]
 
 
-def split_joint(graph: fx.Graph, inputs: tuple[str, ...], wrt: tuple[str, ...], save: Save) -> dict[str, Cut]:
-    """Cut a joint graph (outputs: y, then gradients with respect to `wrt`) into `forward`, `backward` and
-    backward's halves `backward_input` and `backward_weight`.
-
-    What backward reads of forward is saved where `save` allows and else recomputed, just before its first
-    use. A value that depends on parameters only, or on nothing, is never saved.
-    """
-    holes = list(graph.find_nodes(op="placeholder"))
-    name_of = dict(zip(holes, inputs, strict=True))
+def joint(graph: fx.Graph, inputs: tuple[str, ...], wrt: tuple[str, ...]) -> Joint:
+    """Name the inputs of a joint graph, and tell its forward part from its backward part."""
+    name_of: dict[fx.Node, str] = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+    params = {h for h, name in name_of.items() if name.startswith("params:")}
     y, *grads = results_of(graph)
-    forward = ancestors([y])
-    fixed = _depends_only_on(graph, {h for h in holes if name_of[h].startswith("params:")})
+    forward: dict[fx.Node, None] = dict.fromkeys(ancestors([y]))
+    # All results of a forward operation are forward's, though y may need only one (attention's log-sum-exp).
+    parts = [n for n in graph.nodes if op_name(n) == "getitem" and n.all_input_nodes[0] in forward]
+    forward.update(dict.fromkeys(parts))
     body = [n for n in ancestors(grads, graph) if n not in forward and n.op != "placeholder"]
+    both = {a for n in body for a in n.all_input_nodes} | set(grads)
+    reads = tuple(n for n in graph.nodes if n in both and (n in forward or n.op == "placeholder"))
+    return Joint(graph, name_of, wrt, forward, _depends_only_on(graph, params), reads)
 
-    keep: dict[fx.Node, None] = {}  # ordered
-    visited: set[fx.Node] = set()
 
-    def visit(node: fx.Node) -> None:
-        if node in visited or node.op == "placeholder" or node not in forward:
-            return
-        visited.add(node)
-        if node not in fixed and isinstance(node.meta.get("val"), Tensor) and save(node, fixed):
-            keep[node] = None
-            return
-        for a in node.all_input_nodes:
-            visit(a)
+@dataclass(frozen=True)
+class Division:
+    """What backward needs of forward: values that are kept, nodes that are computed again, inputs that are read;
+    each in the graph's order."""
 
-    for n in [*body, *grads]:
-        for a in n.all_input_nodes if n in body else [n]:
-            visit(a)
-    saved = [n for n in graph.nodes if n in keep]
+    saved: list[fx.Node]
+    again: list[fx.Node]
+    read: list[fx.Node]
+
+
+def divide(j: Joint, save: Save) -> Division:
+    """Go from backward towards the inputs, as far as what `save` keeps. A value that depends on parameters only, or
+    on nothing, is never kept."""
+    saved: set[fx.Node] = set()
+    seen: set[fx.Node] = set()
+    stack = list(j.reads)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op == "placeholder":
+            continue
+        if node not in j.fixed and isinstance(node.meta.get("val"), Tensor) and save(node, j.fixed):
+            saved.add(node)
+        else:
+            stack.extend(node.all_input_nodes)
+    order = [n for n in j.graph.nodes if n in seen]
+    return Division(
+        [n for n in order if n in saved],
+        [n for n in order if n not in saved and n.op != "placeholder"],
+        [n for n in order if n.op == "placeholder"],
+    )
+
+
+def split_joint(j: Joint, save: Save) -> dict[str, Cut]:
+    """Cut a joint graph into `forward`, `backward` and backward's halves `backward_input` and `backward_weight`.
+
+    What backward reads of forward is kept where `save` allows and else computed again, just before its first use.
+    """
+    y, *grads = results_of(j.graph)
+    saved = divide(j, save).saved
     saved_names = {n: f"saved:{i}" for i, n in enumerate(saved)}
-    out = {"forward": build(graph, {h: name_of[h] for h in holes}, [y, *saved], ("y", *saved_names.values()))}
-    given = {**{h: name_of[h] for h in holes}, **saved_names}
-    labels = tuple(f"grad:{w}" for w in wrt)
-    out["backward"] = build(graph, given, grads, labels, late=forward)
+    out = {"forward": build(j.graph, j.name_of, [y, *saved], ("y", *saved_names.values()))}
+    labels = tuple(f"grad:{w}" for w in j.wrt)
+    out["backward"] = build(j.graph, {**j.name_of, **saved_names}, grads, labels, late=j.forward)
     out.update(_halves(out["backward"]))
     return out
 
@@ -188,7 +206,7 @@ def build(
     return Cut(fx.GraphModule(torch.nn.Module(), new), tuple(given[n] for n in used), outputs)
 
 
-def ancestors(results: Iterable[fx.Node], graph: fx.Graph | None = None) -> dict[fx.Node, None] | list[fx.Node]:
+def ancestors(results: Iterable[fx.Node], graph: fx.Graph | None = None) -> Collection[fx.Node]:
     """Nodes that `results` depend on, themselves included; as a list in graph order if the graph is given."""
     seen: dict[fx.Node, None] = {}
     stack = list(results)
