@@ -2,8 +2,8 @@
 Megatron-LM's selective recompute.
 
 `python bench/saved.py [--json]`. One microbatch of one sequence, bf16 or fp16, per rank. dtrain's figures are read off
-the lowered block: what forward hands to backward, with the block's input, and the products in backward beyond those of
-`remat: none`. Nothing is timed and no device is needed.
+the lowered block: what forward hands to backward, with the block's input, and the products in backward beyond the
+gradients of forward's. Nothing is timed and no device is needed.
 
 Megatron's are the formulas of Korthikanti et al. 2022 (arXiv 2205.05198), sections 4 and 5: a GPT layer without its
 attention core saves s b h (10 + 24/t) bytes with tensor parallelism over t, s b h 34/t with sequence parallelism too,
@@ -93,16 +93,15 @@ run: {{steps: 1, precision: bf16, remat: {remat}}}
 
 
 def measure(name: str, model: str, seq: int, tp: int, res_seq: bool) -> Row:
-    """One row; lowers the layer twice."""
+    """One row, from one lowered layer."""
     made = make(model, seq, tp, res_seq, "selective")
     block = lower(made.job).segments["block"]
-    plain = lower(make(model, seq, tp, res_seq, "none").job).segments["block"]
     assert block.act is not None
     x = math.prod(block.act[0]) * block.act[1].itemsize
-    again = flops(block.graphs["backward"]) - flops(plain.graphs["backward"])
+    more = again(block.graphs["forward"], block.graphs["backward"])
     cfg = made.job.config
     core = 4 * seq**2 * cfg.heads * cfg.head_dim / tp
-    return Row(name, tp, res_seq, block.saved_bytes + x, megatron(cfg, seq, tp, res_seq), again, core)
+    return Row(name, tp, res_seq, block.saved_bytes + x, megatron(cfg, seq, tp, res_seq), more, core)
 
 
 def megatron(cfg: Any, seq: int, tp: int, sequence_parallel: bool) -> float:
@@ -127,16 +126,27 @@ def megatron(cfg: Any, seq: int, tp: int, sequence_parallel: bool) -> float:
     return float(seq * each)
 
 
+def again(forward: Graph, backward: Graph) -> int:
+    """FLOPs of products that backward computes again: all that it has beyond two for each of forward's, the gradients
+    of its two factors."""
+    return flops(backward) - 2 * flops(forward)
+
+
 def flops(graph: Graph) -> int:
-    """FLOPs of the products in a graph; attention kernels are left out."""
+    """FLOPs of the products in a graph, of attention kernels those without their own recompute."""
     return sum(_product(node) for node in graph.module.graph.nodes if node.op == "call_function")
 
 
 def _product(node: fx.Node) -> int:
-    if passes.op_name(node) not in ("mm", "bmm", "addmm"):
-        return 0
-    left = node.all_input_nodes[-2 if len(node.all_input_nodes) > 1 else 0].meta["val"]
-    return int(2 * node.meta["val"].numel() * left.shape[-1])
+    name = passes.op_name(node)
+    if name in ("mm", "bmm", "addmm"):
+        left: Any = node.args[1 if name == "addmm" else 0]
+        return int(2 * node.meta["val"].numel() * left.meta["val"].shape[-1])
+    if name in ("attention", "attention_backward"):  # q k^T and p v; the gradients of their four factors
+        first = 0 if name == "attention" else 1
+        q, k = (a.meta["val"] for a in node.args[first : first + 2])  # type: ignore[union-attr]
+        return int((4 if name == "attention" else 8) * q.numel() * k.shape[1])
+    return 0
 
 
 def rows() -> Iterator[Row]:

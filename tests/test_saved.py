@@ -27,8 +27,10 @@ def test_no_more_than_megatron(saved: Any, model: str, tp: int, res_seq: bool) -
     row = saved.measure("small", model, 32, tp, res_seq)
     assert 0.3 < row.ratio <= 1
     assert row.again_ratio <= 1
-    # Attention's core is computed again where the model drops attention weights (plain operations), else nothing.
-    assert row.again == (4 * 32**2 * 64 / tp if model == GPT2 else 0)
+    core = 4 * 32**2 * 64 / tp
+    # Attention's core is computed again where the model drops attention weights (plain operations), and
+    # never where it is a kernel.
+    assert row.again == (core if model == GPT2 else 0)
 
 
 def test_megatron_by_the_paper(saved: Any) -> None:
@@ -48,13 +50,12 @@ def test_megatron_of_a_llama(saved: Any) -> None:
 
 
 def test_products_are_counted(saved: Any) -> None:
-    """Forward has 2 FLOPs a weight and token, backward twice that, and again what `full` computes again."""
-    weights = 2 * 64 * 64 + 2 * 64 * 16 + 3 * 64 * 224
-    found = {r: lower(saved.make(LLAMA, 32, 1, False, r).job).segments["block"].graphs for r in ("none", "full")}
-    assert saved.flops(found["none"]["forward"]) == 2 * 32 * weights
-    assert saved.flops(found["none"]["backward"]) == 4 * 32 * weights
-    last = 64 * 224  # nobody reads the last product's result
-    assert saved.flops(found["full"]["backward"]) == 4 * 32 * weights + 2 * 32 * (weights - last)
+    """Forward has 2 FLOPs a weight and token and 4 a pair of tokens and head's width; `full` computes them again but
+    for the last product, whose result nobody reads."""
+    weights, core = 2 * 64 * 64 + 2 * 64 * 16 + 3 * 64 * 224, 4 * 32**2 * 64
+    full = lower(saved.make(LLAMA, 32, 1, False, "full").job).segments["block"].graphs
+    assert saved.flops(full["forward"]) == 2 * 32 * weights + core
+    assert saved.again(full["forward"], full["backward"]) == 2 * 32 * (weights - 64 * 224) + core
 
 
 def test_the_program_prints_both_sides(
