@@ -129,7 +129,7 @@ def dtrain_start(made: Plan, device: str) -> tuple[Callable[[int], float], Progr
         reports: list[Report] = []
         lr = optim.lr_at(r.schedule, number)
         update = make_update(r.program, r.place, state, r.config, lr, r.rank.stopping, reports.append)
-        run(r.program, r.calls, r.place, state.weights, made.train[0], dataclasses.replace(given, update=update))
+        run(r.steps, state.weights, dataclasses.replace(given, update=update))
         return reports[0].loss
 
     return step, r.program, {"prepare_s": seconds}
@@ -231,16 +231,16 @@ def time_segment(s: Setting, lay: Layout, segment: str) -> Result:
         torch.cuda.reset_peak_memory_stats()
     with torch.no_grad(), alone(program):
         compiled = compile_program(program, s.compile, s.device, wanted)
-        forward, backward = graphs_of(program, compiled, segment, s.device)
-        times = [milliseconds(call, s) for call in (forward, backward)]
+        calls = graphs_of(program, compiled, segment, s.device)
+        times = {f"{name}_ms": milliseconds(call, s) for name, call in calls.items()}
     seg, job = program.segments[segment], made.job
     weights = sum(math.prod(seg.stored[n].local) for n in seg.stored)
     heads = job.config.heads // job.mesh.size("tp") if segment == "block" else 0
     flops = metrics.flops_per_token(weights, 1, heads, job.config.head_dim, job.seq) * job.batch * job.seq
-    total = sum(times)
+    total = sum(times.values())
     return {
-        "forward_ms": times[0],
-        "backward_ms": times[1],
+        **times,
+        "pass_ms": total,
         "tflops_per_s": flops / total / 1e9,
         "of_peak": None if s.peak is None else flops / (total / 1e3) / s.peak,
         "saved_bytes": seg.saved_bytes,
@@ -249,8 +249,8 @@ def time_segment(s: Setting, lay: Layout, segment: str) -> Result:
     }
 
 
-def graphs_of(program: Program, compiled: Compiled, segment: str, device: str) -> list[Callable[[], Any]]:
-    """Calls of a segment's forward and backward with arguments of the right shapes."""
+def graphs_of(program: Program, compiled: Compiled, segment: str, device: str) -> dict[str, Callable[[], Any]]:
+    """Calls of a segment's forward and backward with arguments of the right shapes; the head's backward is both."""
     graphs = program.segments[segment].graphs
     generator = torch.Generator(device).manual_seed(0)
 
@@ -271,9 +271,12 @@ def graphs_of(program: Program, compiled: Compiled, segment: str, device: str) -
     def call(name: str, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return dict(zip(graphs[name].outputs, compiled.calls[segment, name](*given.values()), strict=True))
 
+    if segment == "head":
+        only = inputs("backward", {})
+        return {"backward": lambda: call("backward", only)}
     first = inputs("forward", {})
     second = inputs("backward", first | call("forward", first))
-    return [lambda: call("forward", first), lambda: call("backward", second)]
+    return {"forward": lambda: call("forward", first), "backward": lambda: call("backward", second)}
 
 
 def milliseconds(call: Callable[[], Any], s: Setting, repeat: int = 20) -> float:
@@ -321,9 +324,8 @@ def head_counts(s: Setting) -> Result:
         lay = layout_of(s, model + (", vocab: 1024" if s.tiny else ""), seq, tp=8)
         out[str(heads)] = time_segment(s, lay, "block")
         out[str(heads)]["head_dim"] = width // heads
-    base = sum(out["16"][k] for k in ("forward_ms", "backward_ms"))
     for r in out.values():
-        r["of_16_heads"] = (r["forward_ms"] + r["backward_ms"]) / base
+        r["of_16_heads"] = r["pass_ms"] / out["16"]["pass_ms"]
     return out
 
 
@@ -334,8 +336,7 @@ def vocabulary_padding(s: Setting) -> Result:
     for classes in (50257, 51200):
         model = f"preset: gpt2, vocab_pad: {classes}{small}, positions: 8192"
         out[str(classes)] = time_segment(s, layout_of(s, model, 16 if s.tiny else 8192), "head")
-    both = [sum(out[k][t] for t in ("forward_ms", "backward_ms")) for k in ("50257", "51200")]
-    out["padded_over_unpadded"] = both[1] / both[0]
+    out["padded_over_unpadded"] = out["51200"]["pass_ms"] / out["50257"]["pass_ms"]
     return out
 
 

@@ -66,7 +66,6 @@ def start(name: str, shape: Shape, rank: int, ranks: int, compiled: bool) -> Cal
         r = train.prepare(made, place, source, log)
     with torch.no_grad():
         state = train.initialise(r)
-    lists = made.train[r.place.at.get("pp", 0)]
 
     @torch.no_grad()
     def step(number: int) -> float:
@@ -74,7 +73,7 @@ def start(name: str, shape: Shape, rank: int, ranks: int, compiled: bool) -> Cal
         reports: list[Report] = []
         lr = optim.lr_at(r.schedule, number)
         update = make_update(r.program, r.place, state, r.config, lr, r.rank.stopping, reports.append)
-        run(r.program, r.calls, r.place, state.weights, lists, dataclasses.replace(given, update=update))
+        run(r.steps, state.weights, dataclasses.replace(given, update=update))
         return reports[0].loss
 
     return step
