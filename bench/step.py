@@ -36,8 +36,8 @@ SAME, FIRST_STEPS = 1e-3, 10  # how far losses may differ (nats), and in which s
 
 @dataclass(frozen=True)
 class Side:
-    """A program: a peer's file, or `dtrain:LAYOUT`, in `ranks` processes with `threads` threads each. A JAX side is
-    one process with `devices` host devices."""
+    """A program: a peer's file, or `dtrain:LAYOUT`, in `ranks` processes. A JAX side is one process with `devices`
+    host devices, whose threads are XLA's: as many as cores."""
 
     name: str
     ranks: int = 1
@@ -62,7 +62,7 @@ PAIRS = {
 }
 # Not a peer of dtrain: shows that the hand-written peer is not slower than torch's own.
 CHECKS = {"explicit_tp / parallelize_module": Pair(Side("explicit_tp", 2), Side("parallelize_module", 2), 1.0)}
-Turn = list[tuple[float, float]]  # seconds and loss of each step
+Turn = list[tuple[float, float, float]]  # seconds, CPU seconds (of all processes) and loss of each step
 
 
 class BenchError(Exception):
@@ -72,16 +72,15 @@ class BenchError(Exception):
 class Running:
     """The processes of a side."""
 
-    def __init__(self, side: Side, task: Path, compiled: bool, python: str, stack: ExitStack) -> None:
+    def __init__(self, side: Side, threads: int, task: Path, compiled: bool, python: str, stack: ExitStack) -> None:
         self.side = side
         self.processes: list[subprocess.Popen[str]] = []
         self.errors: list[IO[str]] = []
-        threads = str(threads_of(side))
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = str(s.getsockname()[1])
         for rank in range(side.ranks):
-            env = os.environ | {k: threads for k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+            env = os.environ | {k: str(threads) for k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(side.ranks)}
             env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={side.devices}"
             env["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -117,7 +116,11 @@ class Running:
             p.stdin.write(f"{first} {count}\n")
             p.stdin.flush()
         answers = [self._answer(r) for r in range(self.side.ranks)]
-        return [(max(e for _, e, _ in s) - min(b for b, _, _ in s), s[0][2]) for s in zip(*answers, strict=True)]
+        out: Turn = []
+        for ranks in zip(*answers, strict=True):
+            begins, ends, used, losses = zip(*ranks, strict=True)
+            out.append((max(ends) - min(begins), sum(used), losses[0]))
+        return out
 
     def _answer(self, rank: int) -> Any:
         out = self.processes[rank].stdout
@@ -146,9 +149,9 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def threads_of(side: Side) -> int:
-    """Intra-op threads of a process: the cores, shared between the ranks."""
-    return max(1, cores() // side.ranks)
+def threads_of(side: Side, per_side: int) -> int:
+    """Intra-op threads of each process of a side that has `per_side` of them."""
+    return max(1, per_side // side.ranks)
 
 
 def compare(
@@ -156,6 +159,7 @@ def compare(
     shape: str,
     pairs: int,
     burst: int,
+    threads: int,
     warmup: int,
     compiled: bool,
     jax_python: str,
@@ -170,32 +174,36 @@ def compare(
         sides = []
         for side in (pair.a, pair.b):  # one after the other, so that neither waits for the other's compiler
             python = jax_python if side.name == "jax_model" else sys.executable
-            sides.append(Running(side, folder / "task.npz", compiled, python, stack))
+            sides.append(Running(side, threads_of(side, threads), folder / "task.npz", compiled, python, stack))
             sides[-1].ready()
             say(f"{side.name}: ready")
         done = [side.turn(1, warmup) for side in sides]
         times: list[list[float]] = [[], []]
+        cpu: list[list[float]] = [[], []]
         for i in range(pairs):
-            for side, so_far, seconds in zip(sides, done, times, strict=True):
+            for side, so_far, seconds, used in zip(sides, done, times, cpu, strict=True):
                 time.sleep(PAUSE_S)
                 turn = side.turn(warmup + 1 + i * burst, burst)
                 so_far += turn
-                seconds.append(statistics.median(s for s, _ in turn))
+                seconds.append(statistics.median(s for s, _, _ in turn))
+                used.append(statistics.median(c for _, c, _ in turn))
             say(f"pair {i + 1}/{pairs}: {times[0][-1] * 1e3:.1f} ms, {times[1][-1] * 1e3:.1f} ms")
-    losses = [[loss for _, loss in side] for side in done]
+    losses = [[loss for _, _, loss in side] for side in done]
     apart = check_same(pair.a.name, pair.b.name, *losses)
     tokens = SHAPES[shape].seq * SHAPES[shape].batch
     return {
         "ratio": ratio(*times),
+        "cpu_ratio": ratio(*cpu),
         "sides": {
             side.name: {
                 "processes": side.ranks,
-                "threads": threads_of(side),
+                "threads": threads_of(side, threads),
                 "median_s": statistics.median(t),
+                "median_cpu_s": statistics.median(c),
                 "quartiles_s": [float(q) for q in np.quantile(t, [0.25, 0.75])],
                 "tokens_per_s": tokens / statistics.median(t),
             }
-            for side, t in zip((pair.a, pair.b), times, strict=True)
+            for side, t, c in zip((pair.a, pair.b), times, cpu, strict=True)
         },
         "losses_apart": {
             "first_steps": max(apart[:FIRST_STEPS]),
@@ -259,6 +267,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", choices=["small", "large"], default="small")
     parser.add_argument("--pairs", type=int, default=20, help="turns of each side (20)")
     parser.add_argument("--burst", type=int, help="steps of a turn (10 for small, 1 for large)")
+    parser.add_argument("--threads", type=int, default=cores(), help="of each side, shared by its processes (cores)")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output, progress on the other")
     parser.add_argument("--jax-python", default=sys.executable, help="a Python that has JAX (this one)")
     asked = parser.parse_args(args)
@@ -284,6 +293,7 @@ def main(args: Sequence[str] | None = None) -> int:
                 asked.shape,
                 asked.pairs,
                 burst,
+                asked.threads,
                 5,
                 True,
                 asked.jax_python,
@@ -298,7 +308,11 @@ def main(args: Sequence[str] | None = None) -> int:
         say(line_of(name, result))
     if asked.json:
         ratios = {name: results[name]["ratio"] if name in results else None for name in PAIRS}
-        print(json.dumps({**about, "burst": burst, "ratios": ratios, "pairs": results}, indent=1))
+        print(
+            json.dumps(
+                {**about, "burst": burst, "threads": asked.threads, "ratios": ratios, "pairs": results}, indent=1
+            )
+        )
     return 0
 
 
@@ -311,7 +325,7 @@ def line_of(name: str, result: Mapping[str, Any]) -> str:
     return (
         f"{name}: {r['median']:.3f} [{r['low']:.3f}, {r['high']:.3f}] of {r['pairs']} pairs, {bar}: "
         f"{'met' if met(r, result['bar']) else 'not met'}; {sides}; "
-        f"losses apart {result['losses_apart']['first_steps']:.1e}"
+        f"CPU seconds {result['cpu_ratio']['median']:.3f}; losses apart {result['losses_apart']['first_steps']:.1e}"
     )
 
 

@@ -1,8 +1,9 @@
 """One process of one side: `worker.py SIDE RANK RANKS COMPILED TASK_FILE`, told what to do on its standard input.
 
 SIDE is a peer's file without `.py`, or `dtrain:LAYOUT`. When ready it writes one line of JSON with its versions. Each
-line `FIRST COUNT` that it reads asks for these steps, and is answered by one line, [[begin, end, loss], ...], in
-seconds of the machine's monotonic clock. It waits without work in between, and ends with its input.
+line `FIRST COUNT` that it reads asks for these steps, and is answered by one line, [[begin, end, cpu, loss], ...]:
+seconds of the machine's monotonic clock, and CPU seconds of this process. It waits without work in between, and ends
+with its input.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ def main(side: str, rank: str, ranks: str, compiled: str, path: str) -> None:
         first, count = map(int, line.split())
         out = []
         for number in range(first, first + count):
-            begin = time.perf_counter()
+            begin, used = time.perf_counter(), time.process_time()
             loss = step(number)
-            out.append((begin, time.perf_counter(), loss))
+            out.append((begin, time.perf_counter(), time.process_time() - used, loss))
         print(json.dumps(out), file=answers, flush=True)
 
 

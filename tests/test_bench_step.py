@@ -45,11 +45,11 @@ def losses_of(bench: ModuleType, task: object, folder: Path, *side: object) -> l
     path = folder / "task.npz"
     bench.tasks.write(task, path)
     with ExitStack() as stack:
-        running = bench.Running(bench.Side(*side), path, False, sys.executable, stack)
+        running = bench.Running(bench.Side(*side), 1, path, False, sys.executable, stack)
         running.ready()
         turns = running.turn(1, STEPS)
-    assert all(seconds > 0 for seconds, _ in turns)
-    return [loss for _, loss in turns]
+    assert all(seconds > 0 and cpu > 0 for seconds, cpu, _ in turns)
+    return [loss for _, _, loss in turns]
 
 
 def test_plain_compile(bench: ModuleType, task: object, losses: list[float]) -> None:
@@ -76,7 +76,7 @@ def test_jax_model(bench: ModuleType, task: object, losses: list[float], tmp_pat
 @pytest.mark.parametrize("name", ["plain_compile", "explicit_tp", "fsdp2"])
 def test_a_comparison(bench: ModuleType, name: str) -> None:
     said: list[str] = []
-    result = bench.compare(bench.PAIRS[name], "tiny", 2, 2, 2, False, sys.executable, said.append)
+    result = bench.compare(bench.PAIRS[name], "tiny", 2, 2, 1, 2, False, sys.executable, said.append)
     assert result["losses_apart"]["all_steps"] <= 1e-5
     assert result["ratio"]["pairs"] == 2 and result["ratio"]["median"] > 0
     assert [s.split(":")[0] for s in said[-2:]] == ["pair 1/2", "pair 2/2"]
@@ -92,7 +92,7 @@ def test_losses_that_differ_are_an_error(bench: ModuleType) -> None:
 def test_a_side_that_fails_says_why(bench: ModuleType) -> None:
     pair = bench.Pair(bench.Side("dtrain:one"), bench.Side("no_such_peer"), 1.0)
     with pytest.raises(bench.BenchError, match=r"no_such_peer, rank 0, ended:\n(.|\n)*No module named"):
-        bench.compare(pair, "tiny", 1, 1, 1, False, sys.executable, lambda text: None)
+        bench.compare(pair, "tiny", 1, 1, 1, 1, False, sys.executable, lambda text: None)
 
 
 def test_ratio_and_bar(bench: ModuleType) -> None:

@@ -169,6 +169,8 @@ def _checked(call: Call, what: str, keys: Sequence[str], examples: Sequence[Tens
     want = [(e.shape, e.dtype, e.stride()) for e in examples]
 
     def run(*args: Tensor) -> Sequence[Tensor]:
+        if [(x.shape, x.dtype, x.stride()) for x in args] == want:  # nearly always, and this is on every call's way
+            return call(*args, *tables)
         given = []
         for key, x, (shape, dtype, stride) in zip(keys, args, want, strict=True):
             if x.shape != shape or x.dtype != dtype:

@@ -26,6 +26,7 @@ POLICIES: Mapping[str, tuple[str, ...]] = {
     "full": (),
 }
 
+_PRODUCTS = ("mm", "addmm", "bmm")
 _VIEWS = (
     "view", "_unsafe_view", "t", "transpose", "permute", "expand", "detach", "alias", "unsqueeze", "squeeze",
     "slice", "select", "split", "split_with_sizes", "unbind",
@@ -59,7 +60,7 @@ def kind(node: fx.Node, fixed: Container[fx.Node]) -> str | None:
         return "attention" if name == "attention" else None if name in _VIEWS else "pointwise"
     if name in _VIEWS or passes.is_collective(node) or not isinstance(node.meta.get("val"), Tensor):
         return None
-    if name in ("mm", "addmm", "bmm"):
+    if name in _PRODUCTS:
         return "matmul" if any(a in fixed for a in node.all_input_nodes) else "scores"
     if name == "wait_tensor":
         gathered = passes.op_name(node.all_input_nodes[0]) == "all_gather_into_tensor"
@@ -133,7 +134,8 @@ def kept_bytes(joint: Joint, nodes: Collection[fx.Node]) -> int:
 def seconds(joint: Joint, nodes: Collection[fx.Node], rates: cost.Rates) -> float:
     """What a choice costs a pass: computing again what is not kept, and writing and reading what is."""
     parts = passes.divide(joint, _only(nodes))
-    moved = 2 * sum(cost.size(n) for n in parts.saved)
+    # Reading what is kept; and writing it, unless forward writes it anyway for an operation that is not fused.
+    moved = sum(cost.size(n) * (1 if _solid(n) or any(map(_solid, n.users)) else 2) for n in parts.saved)
     out = 0.0
     for node in parts.again:
         if passes.is_collective(node):
@@ -149,6 +151,11 @@ def seconds(joint: Joint, nodes: Collection[fx.Node], rates: cost.Rates) -> floa
 
 
 def _solid(node: fx.Node) -> bool:
-    """Whether a node reads its inputs from memory: a product, attention or a collective."""
+    """Whether a node reads its inputs from memory and writes its result there: a product, attention or a collective
+    (and what they return), or a view of what such a node reads."""
     name = passes.op_name(node) if node.op == "call_function" else ""
-    return name in ("mm", "addmm", "bmm", "attention", "attention_backward") or passes.is_collective(node)
+    if name in _VIEWS or name == "getitem":
+        return any(map(_solid, node.users))
+    return name in ("mm", "addmm", "bmm", "attention", "attention_backward", "wait_tensor") or passes.is_collective(
+        node
+    )
