@@ -1,7 +1,8 @@
 """How time and memory grow: `python bench/scaling.py`.
 
 Steps of a small Llama in one process on a CPU, with one thread, as layers, sequence and microbatches grow, the others
-held. Each point is a process of its own. Time is the median step, memory the highest resident set during the steps
+held. Each point is a process of its own. Time is the median step, by the clock and in CPU seconds (which other work on
+the machine touches less), memory the highest resident set during the steps
 (Linux: the mark is reset after compiling). For each, the least-squares line over the points and the worst deviation
 from it, relative to the measured value. `--json` prints one object.
 """
@@ -32,7 +33,7 @@ STEPS = 7
 
 
 def point(layers: int, seq: int, microbatches: int, compile: str = "on", width: int = 256) -> dict[str, float]:
-    """Median seconds a step and peak bytes, in this process."""
+    """Median seconds a step, by the clock and of CPU, and peak bytes, in this process."""
     from gpu import dtrain_start
 
     from dtrain import layout, plan
@@ -49,12 +50,13 @@ run: {{steps: 1000, compile: {compile}, folder: unused}}
     reset_peak()
     for number in (1, 2):
         step(number)
-    times = []
+    times, used = [], []
     for number in range(3, 3 + STEPS):
-        began = time.perf_counter()
+        began, before = time.perf_counter(), time.process_time()
         step(number)
         times.append(time.perf_counter() - began)
-    return {"step_s": statistics.median(times), "peak_bytes": peak()}
+        used.append(time.process_time() - before)
+    return {"step_s": statistics.median(times), "cpu_s": statistics.median(used), "peak_bytes": peak()}
 
 
 def reset_peak() -> None:
@@ -85,7 +87,7 @@ def measure() -> dict[str, Any]:
             command = [sys.executable, __file__, "--child", *(str(sizes[k]) for k in BASE)]
             rows.append({what: value} | json.loads(subprocess.check_output(command, text=True).splitlines()[-1]))
         out[what] = {"points": rows}
-        for key in ("step_s", "peak_bytes"):
+        for key in ("step_s", "cpu_s", "peak_bytes"):
             a, b, worst = fit(values, [r[key] for r in rows])
             out[what][key] = {"at_0": a, "each": b, "worst_deviation": worst}
     return out
@@ -107,17 +109,18 @@ def main(args: Sequence[str] | None = None) -> None:
         return
     print("  ".join(f"{k} {v}" for k, v in machine.items()))
     for what, r in found.items():
-        points = "  ".join(
-            f"{p[what]}: {1e3 * p['step_s']:.1f} ms {p['peak_bytes'] / 2**20:.0f} MiB" for p in r["points"]
-        )
-        t, m = r["step_s"], r["peak_bytes"]
-        at_0, each = m["at_0"] / 2**20, m["each"] / 2**20
-        print(f"{what:<13} {points}")
-        print(
-            f"{'':<13} time {1e3 * t['at_0']:.1f} ms + {1e3 * t['each']:.3f} ms each, off by at most "
-            f"{t['worst_deviation']:.1%}; memory {at_0:.0f} MiB + {each:.2f} MiB each, off by at most "
-            f"{m['worst_deviation']:.1%}"
-        )
+        print(what)
+        for p in r["points"]:
+            print(
+                f"  {p[what]:>4}  {1e3 * p['step_s']:8.1f} ms  {1e3 * p['cpu_s']:8.1f} ms of CPU  "
+                f"{p['peak_bytes'] / 2**20:6.0f} MiB"
+            )
+        for key, unit, size in (("step_s", "ms", 1e-3), ("cpu_s", "ms of CPU", 1e-3), ("peak_bytes", "MiB", 2**20)):
+            line = r[key]
+            print(
+                f"  {line['at_0'] / size:.1f} + {line['each'] / size:.3f} {unit} each, "
+                f"off by at most {line['worst_deviation']:.1%}"
+            )
 
 
 if __name__ == "__main__":
