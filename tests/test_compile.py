@@ -126,7 +126,7 @@ run: {{steps: 9, eval_every: 1, compile: on, folder: {tmp_path}}}
         for number in range(1, 4):
             step, _ = train.training_step(r, number, state)
             update = make_update(r.program, r.place, state, r.config, 1e-3, lambda: False, lambda report: None)
-            interpret.run(r.program, r.calls, r.place, state.weights, made.train[0], replace(step, update=update))
+            interpret.run(r.steps, state.weights, replace(step, update=update))
             held_out.loss(state, number)
             seen.append(compilations())
     assert seen[0] != before  # the count does see what preparing compiled
