@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dtrain import hardware
 from dtrain.axes import ALONE, On, inherit, notation, padded, parse
 from dtrain.layout import Layout
 from dtrain.layout.derived import lengths
@@ -24,7 +25,8 @@ from dtrain.layout.shapes import shape_notes
 from dtrain.mesh import all_groups
 from dtrain.plan import Plan, plan
 from dtrain.program.interpret import unit_segment
-from dtrain.program.lower import SEGMENTS, store_tree
+from dtrain.program.lower import SEGMENTS, act_shape, lower, store_tree
+from dtrain.program.remat import Budget
 from dtrain.rng import Key
 from dtrain.sharding import site
 from dtrain.storage import Stored
@@ -51,6 +53,7 @@ def show(layout: Layout) -> str:
         _head(p),
         f'parameters (" is as in the column before)\n{_parameters(p, tree)}',
         f"activations of one microbatch\n{_activations(p)}",
+        *([_kept(p, p.job.remat)] if isinstance(p.job.remat, Budget) else []),
         f"pipeline: {layout.pipeline.schedule}, {_many(p.microbatches, 'microbatch')}\n{_stages(p, tree)}",
         f"ranks\n{_ranks(p, tree)}",
     ]
@@ -196,6 +199,23 @@ def activations(p: Plan) -> list[Activation]:
             else:
                 module.head_and_loss(cfg, weights, x, batch, counts, key, on)
     return seen
+
+
+def _kept(p: Plan, budget: Budget) -> str:
+    """What a budget lets forward keep for backward, of one pass of each segment."""
+    segments = {name: s for name, s in lower(p.job).segments.items() if name != "head"}
+    rows = [
+        [name, Path(k.line).name, k.kind, _shape(k.shape), hardware.show_size(k.bytes)]
+        for name, s in segments.items()
+        for k in s.kept
+    ]
+    x = math.prod(act_shape(p.job)) * p.job.dtype.itemsize
+    each = {name: s.saved_bytes + x * ("x" in s.graphs["backward"].inputs) for name, s in segments.items()}
+    peak = max(sum(each[name] * n for name, n in moment.items()) for moment in budget.held)
+    return (
+        f"kept for backward, besides each layer's input: at most {hardware.show_size(peak)} on a rank, "
+        f"budget {hardware.show_size(budget.bytes)}\n" + _table(["segment", "line", "kind", "local", "size"], rows)
+    )
 
 
 # ------------------------------------------------------------------------------------------- stages and ranks

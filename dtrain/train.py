@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from dtrain.program import blame
 from dtrain.program.compile import Sharing, compile_program, uncompiled
 from dtrain.program.interpret import Bound, Calls, Place, Step, Weights, bind, initial_weights, publish, run
 from dtrain.program.lower import Program, lower
+from dtrain.program.remat import Budget
 from dtrain.program.update import Report, State, UpdateConfig, agree, all_reduce, counts_loss, make_update
 from dtrain.rank import Rank
 
@@ -241,6 +243,14 @@ def describe(log: Log, plan: Plan, rank: Rank, program: Program) -> None:
         f"mesh: {dims}{ranks} on {rank.device.partition(':')[0]}; a step: {d.batch} sequences of {d.seq} tokens in "
         f"{plan.microbatches} microbatches" + (f" on each of {plan.replicas} replicas" if plan.replicas > 1 else ""),
     )
+    if isinstance(plan.job.remat, Budget):
+        block = program.segments["block"]
+        kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(k.kind for k in block.kept).items()) or "nothing"
+        say(
+            log,
+            f"remat: within {hardware.show_size(plan.job.remat.bytes)} a layer keeps {kinds}: "
+            f"{hardware.show_size(block.saved_bytes)}; its backward computes {block.again:.3g} FLOPs again",
+        )
 
 
 def initialise(r: Run) -> State:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
 from collections.abc import Mapping
 
 import pytest
@@ -10,7 +12,7 @@ import tiny
 import torch
 from torch import Tensor, fx
 
-from dtrain import layout, plan
+from dtrain import checkpoint, layout, plan, show, train
 from dtrain.mesh import fake_mesh
 from dtrain.program import cost, lower, passes, remat
 from dtrain.program.passes import Joint
@@ -115,6 +117,21 @@ def test_how_many_passes_are_in_flight() -> None:
     first, second = (plan.held(a, 2) for a in made.train)
     assert first == [{"embed": 2, "block": 2}]  # 1F1B: pp - r microbatches
     assert second == [{"embed": 0, "block": 1}]
+
+
+@pytest.mark.parametrize("text", ["full", "[matmul, attention]", "{budget: 1MiB}"])
+def test_a_policy_survives_the_checkpoint(text: str) -> None:
+    """What a run writes beside its weights is compared with what it is started with again."""
+    lay = tiny.make("llama", "tp2", (f"run.remat={text}",)).layout
+    written = json.loads(json.dumps(train.as_dict(lay)))
+    assert checkpoint.compare(written, train.as_dict(lay)) == ({}, {})
+    assert checkpoint.compare(written, train.as_dict(tiny.make("llama", "tp2", ("run.remat=none",)).layout))[0] == {}
+
+
+def test_show_lists_what_a_budget_keeps() -> None:
+    page = show.show(tiny.make("llama", "tp2", ("run.remat={budget: 9KiB}",)).layout)
+    assert re.search(r"kept for backward, .*: at most [\d.]+KiB on a rank, budget 9KiB\n", page)
+    assert re.search(r"block +llama\.py:\d+ +matmul +8 x \d+ ", page)
 
 
 BAD = {

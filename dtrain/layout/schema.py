@@ -14,6 +14,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     PlainValidator,
     PrivateAttr,
 )
@@ -208,7 +209,11 @@ class Run(Section):
     seed: Whole = 0
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     loss_scale: LossScale | None = None
-    remat: Annotated[str | tuple[str, ...] | RematBudget, PlainValidator(_remat)] = "selective"
+    remat: Annotated[
+        str | tuple[str, ...] | RematBudget,
+        PlainValidator(_remat),
+        PlainSerializer(lambda v: v.model_dump() if isinstance(v, RematBudget) else v),
+    ] = "selective"
     compile: Literal["on", "off", "auto"] = "auto"
     save_every: Count | None = None
     eval_every: Count | None = None
