@@ -131,7 +131,7 @@ def test_a_policy_survives_the_checkpoint(text: str) -> None:
 def test_show_lists_what_a_budget_keeps() -> None:
     page = show.show(tiny.make("llama", "tp2", ("run.remat={budget: 9KiB}",)).layout)
     assert re.search(r"kept for backward, .*: at most [\d.]+KiB on a rank, budget 9KiB\n", page)
-    assert re.search(r"block +llama\.py:\d+ +matmul +8 x \d+ ", page)
+    assert re.search(r"block +llama\.py:\d+ +reduced +1 x 4 x 16 ", page)
 
 
 BAD = {

@@ -22,6 +22,7 @@ _FREE = (
     "cluster",
     "data.path",  # the content is compared instead
     "data.validation.batches",
+    "kernels",
     "optim",
     "run",
     "unshard",
