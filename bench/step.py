@@ -1,8 +1,9 @@
 """Time of a training step on CPUs, dtrain against what one would use instead: `python bench/step.py`.
 
 Both programs of a pair live at the same time, each in processes of its own, and take turns (A B A B ...), so that
-only one works at a time and both see the same machine. Same weights, batches, AdamW and clipping, all in fp32; the
-losses must agree. A ratio is dtrain's median step time over the peer's, with a 95 % bootstrap interval over the pairs.
+only one works at a time and both see the same machine; and both start anew several times. Same weights, batches, AdamW
+and clipping, all in fp32; the losses must agree. A ratio is dtrain's median step time over the peer's, with a 95 %
+bootstrap interval over starts and pairs.
 """
 
 from __future__ import annotations
@@ -157,6 +158,7 @@ def threads_of(side: Side, per_side: int) -> int:
 def compare(
     pair: Pair,
     shape: str,
+    starts: int,
     pairs: int,
     burst: int,
     threads: int,
@@ -165,31 +167,35 @@ def compare(
     jax_python: str,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measure one pair: `warmup` steps of each side, then `pairs` times `burst` steps of each in turn. A turn counts
-    with the median of its steps. Raises BenchError."""
-    steps = warmup + pairs * burst
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        tasks.write(trainer.make_task(SHAPES[shape], steps), folder / "task.npz")
-        sides = []
-        for side in (pair.a, pair.b):  # one after the other, so that neither waits for the other's compiler
-            python = jax_python if side.name == "jax_model" else sys.executable
-            sides.append(Running(side, threads_of(side, threads), folder / "task.npz", compiled, python, stack))
-            sides[-1].ready()
-            say(f"{side.name}: ready")
-        done = [side.turn(1, warmup) for side in sides]
-        times: list[list[float]] = [[], []]
-        cpu: list[list[float]] = [[], []]
-        for i in range(pairs):
-            for side, so_far, seconds, used in zip(sides, done, times, cpu, strict=True):
-                time.sleep(PAUSE_S)
-                turn = side.turn(warmup + 1 + i * burst, burst)
-                so_far += turn
-                seconds.append(statistics.median(s for s, _, _ in turn))
-                used.append(statistics.median(c for _, c, _ in turn))
-            say(f"pair {i + 1}/{pairs}: {times[0][-1] * 1e3:.1f} ms, {times[1][-1] * 1e3:.1f} ms")
-    losses = [[loss for _, _, loss in side] for side in done]
-    apart = check_same(pair.a.name, pair.b.name, *losses)
+    """Measure one pair: `starts` times both sides start anew, make `warmup` steps, and take turns of `burst`
+    steps, `pairs` of them in all. A turn counts with the median of its steps. Raises BenchError."""
+    times: list[list[list[float]]] = [[], []]
+    cpu: list[list[float]] = [[], []]
+    apart: list[list[float]] = []
+    for start in range(starts):
+        turns = pairs // starts + (start < pairs % starts)
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            tasks.write(trainer.make_task(SHAPES[shape], warmup + turns * burst), folder / "task.npz")
+            sides = []
+            for side in (pair.a, pair.b):  # one after the other, so that neither waits for the other's compiler
+                python = jax_python if side.name == "jax_model" else sys.executable
+                sides.append(Running(side, threads_of(side, threads), folder / "task.npz", compiled, python, stack))
+                sides[-1].ready()
+            done = [side.turn(1, warmup) for side in sides]
+            for side_times in (*times, *cpu):
+                side_times.append([])
+            for i in range(turns):
+                for side, so_far, seconds, used in zip(sides, done, times, cpu, strict=True):
+                    time.sleep(PAUSE_S)
+                    turn = side.turn(warmup + 1 + i * burst, burst)
+                    so_far += turn
+                    seconds[-1].append(statistics.median(s for s, _, _ in turn))
+                    used[-1].append(statistics.median(c for _, c, _ in turn))
+        losses = [[loss for _, _, loss in side] for side in done]
+        apart.append(check_same(pair.a.name, pair.b.name, *losses))
+        medians = " ms, ".join(f"{statistics.median(seconds[-1]) * 1e3:.1f}" for seconds in times)
+        say(f"start {start + 1}/{starts}, {turns} pairs: {medians} ms")
     tokens = SHAPES[shape].seq * SHAPES[shape].batch
     return {
         "ratio": ratio(*times),
@@ -198,16 +204,17 @@ def compare(
             side.name: {
                 "processes": side.ranks,
                 "threads": threads_of(side, threads),
-                "median_s": statistics.median(t),
-                "median_cpu_s": statistics.median(c),
-                "quartiles_s": [float(q) for q in np.quantile(t, [0.25, 0.75])],
-                "tokens_per_s": tokens / statistics.median(t),
+                "median_s": statistics.median(flat(t)),
+                "median_cpu_s": statistics.median(flat(c)),
+                "quartiles_s": [float(q) for q in np.quantile(flat(t), [0.25, 0.75])],
+                "medians_of_starts_s": [statistics.median(start) for start in t],
+                "tokens_per_s": tokens / statistics.median(flat(t)),
             }
             for side, t, c in zip((pair.a, pair.b), times, cpu, strict=True)
         },
         "losses_apart": {
-            "first_steps": max(apart[:FIRST_STEPS]),
-            "all_steps": max(apart),
+            "first_steps": max(max(start[:FIRST_STEPS]) for start in apart),
+            "all_steps": max(map(max, apart)),
             "first_loss": losses[0][0],
             "last_loss": losses[0][-1],
         },
@@ -223,13 +230,26 @@ def check_same(a: str, b: str, losses: Sequence[float], others: Sequence[float])
     return apart
 
 
-def ratio(a: Sequence[float], b: Sequence[float], draws: int = 10_000) -> dict[str, float]:
-    """The ratio of medians, and its 95 % bootstrap interval over pairs (Efron 1979)."""
-    x, y = np.array(a), np.array(b)
-    at = np.random.default_rng(0).integers(len(x), size=(draws, len(x)))
-    drawn = np.median(x[at], 1) / np.median(y[at], 1)
+def ratio(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], draws: int = 2_000) -> dict[str, float]:
+    """The ratio of medians, and its 95 % interval, of a program `a` and its peer `b`, each start's turns apart. The
+    bootstrap draws starts and then pairs within each (Davison & Hinkley 1997, section 3.8): where a process happens to
+    lie in memory moves all its steps by several per cent."""
+    chance = np.random.default_rng(0)
+    whole = [np.array(a[i]) for i in range(len(a))], [np.array(b[i]) for i in range(len(b))]
+    drawn = []
+    for _ in range(draws):
+        starts = chance.integers(len(a), size=len(a))
+        at = [(i, chance.integers(len(a[i]), size=len(a[i]))) for i in starts]
+        x, y = (np.median(np.concatenate([side[i][pairs] for i, pairs in at])) for side in whole)
+        drawn.append(x / y)
     low, high = np.quantile(drawn, [0.025, 0.975])
-    return {"median": float(np.median(x) / np.median(y)), "low": float(low), "high": float(high), "pairs": len(x)}
+    x, y = (float(np.median(np.concatenate(side))) for side in whole)
+    pairs = sum(map(len, a))
+    return {"median": x / y, "low": float(low), "high": float(high), "pairs": pairs, "starts": len(a)}
+
+
+def flat(starts: Sequence[Sequence[float]]) -> list[float]:
+    return [value for start in starts for value in start]
 
 
 def met(r: Mapping[str, float], bar: float | None) -> bool:
@@ -265,7 +285,8 @@ def main(args: Sequence[str] | None = None) -> int:
     names = [*PAIRS, *CHECKS]
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", default=names, help=", ".join(names))
     parser.add_argument("--shape", choices=["small", "large"], default="small")
-    parser.add_argument("--pairs", type=int, default=20, help="turns of each side (20)")
+    parser.add_argument("--pairs", type=int, default=20, help="turns of each side, over all starts (20)")
+    parser.add_argument("--starts", type=int, default=5, help="how often both sides start anew (5)")
     parser.add_argument("--burst", type=int, help="steps of a turn (10 for small, 1 for large)")
     parser.add_argument("--threads", type=int, default=cores(), help="of each side, shared by its processes (cores)")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output, progress on the other")
@@ -291,6 +312,7 @@ def main(args: Sequence[str] | None = None) -> int:
             results[name] = compare(
                 pair,
                 asked.shape,
+                asked.starts,
                 asked.pairs,
                 burst,
                 asked.threads,
@@ -323,8 +345,8 @@ def line_of(name: str, result: Mapping[str, Any]) -> str:
         f"{s} {t['median_s'] * 1e3:.1f} ms ({t['processes']} x {t['threads']} threads)" for s, t in (a, b)
     )
     return (
-        f"{name}: {r['median']:.3f} [{r['low']:.3f}, {r['high']:.3f}] of {r['pairs']} pairs, {bar}: "
-        f"{'met' if met(r, result['bar']) else 'not met'}; {sides}; "
+        f"{name}: {r['median']:.3f} [{r['low']:.3f}, {r['high']:.3f}] of {r['pairs']} pairs in {r['starts']} starts, "
+        f"{bar}: {'met' if met(r, result['bar']) else 'not met'}; {sides}; "
         f"CPU seconds {result['cpu_ratio']['median']:.3f}; losses apart {result['losses_apart']['first_steps']:.1e}"
     )
 

@@ -76,10 +76,10 @@ def test_jax_model(bench: ModuleType, task: object, losses: list[float], tmp_pat
 @pytest.mark.parametrize("name", ["plain_compile", "explicit_tp", "fsdp2"])
 def test_a_comparison(bench: ModuleType, name: str) -> None:
     said: list[str] = []
-    result = bench.compare(bench.PAIRS[name], "tiny", 2, 2, 1, 2, False, sys.executable, said.append)
+    result = bench.compare(bench.PAIRS[name], "tiny", 1, 2, 2, 1, 2, False, sys.executable, said.append)
     assert result["losses_apart"]["all_steps"] <= 1e-5
     assert result["ratio"]["pairs"] == 2 and result["ratio"]["median"] > 0
-    assert [s.split(":")[0] for s in said[-2:]] == ["pair 1/2", "pair 2/2"]
+    assert said[-1].startswith("start 1/1, 2 pairs")
 
 
 def test_losses_that_differ_are_an_error(bench: ModuleType) -> None:
@@ -92,14 +92,16 @@ def test_losses_that_differ_are_an_error(bench: ModuleType) -> None:
 def test_a_side_that_fails_says_why(bench: ModuleType) -> None:
     pair = bench.Pair(bench.Side("dtrain:one"), bench.Side("no_such_peer"), 1.0)
     with pytest.raises(bench.BenchError, match=r"no_such_peer, rank 0, ended:\n(.|\n)*No module named"):
-        bench.compare(pair, "tiny", 1, 1, 1, 1, False, sys.executable, lambda text: None)
+        bench.compare(pair, "tiny", 1, 1, 1, 1, 1, False, sys.executable, lambda text: None)
 
 
 def test_ratio_and_bar(bench: ModuleType) -> None:
     b = [1.0 + 0.01 * (i % 5) for i in range(20)]
-    same = bench.ratio([2 * t for t in b], b)
-    assert same["median"] == pytest.approx(2.0) and same["pairs"] == 20
+    same = bench.ratio([[2 * t for t in b]] * 2, [b] * 2)
+    assert same["median"] == pytest.approx(2.0) and same["pairs"] == 40 and same["starts"] == 2
     assert same["low"] <= same["median"] <= same["high"] <= 2 * 1.04
+    luck = bench.ratio([b, [1.1 * t for t in b]], [b, b])  # one start is slower as a whole: the interval says so
+    assert luck["high"] > 1.09 and luck["low"] < 1.01
     assert bench.met({"median": 1.02, "low": 0.99}, 1.0)
     assert not bench.met({"median": 1.04, "low": 0.99}, 1.0)  # the median is too far above
     assert not bench.met({"median": 1.02, "low": 1.01}, 1.0)  # surely above

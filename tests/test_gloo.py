@@ -18,26 +18,24 @@ MODELS = {
 }
 # mesh, params, compute, optimizer and grads, pipeline, family, compiled
 LAYOUTS = {
-    "tp": (
-        "tp: {size: 2}",
-        f"{HEADS}, kv_heads: tp",
-        f"{HEADS}, kv_heads: tp, res_seq: tp",
+    "1f1b x tp": (
+        "pp: {size: 2}, tp: {size: 2}",
+        f"{HEADS}, kv_heads: tp, layers: pp",
+        f"{HEADS}, kv_heads: tp, layers: pp, res_seq: tp",
         "",
         "1f1b",
         "llama",
         True,
     ),
-    "zero-2": (
-        "dp: {size: 2}",
-        "",
-        "batch: dp",
+    "gpipe x zero-2": (
+        "pp: {size: 2}, dp: {size: 2}",
+        "layers: pp",
+        "layers: pp, batch: dp",
         "optimizer: {embed: dp}, grads: {embed: dp}",
-        "1f1b",
+        "gpipe",
         "gpt2",
         False,
     ),
-    "fsdp": ("fsdp: {size: 2}", "embed: fsdp", "batch: fsdp", "", "gpipe", "bert", False),
-    "gpipe": ("pp: {size: 2}", "layers: pp", "layers: pp", "", "gpipe", "gpt2", False),
     "interleaved": (
         "pp: {size: 2}",
         "layers: pp",
@@ -45,13 +43,16 @@ LAYOUTS = {
         "",
         "interleaved, chunks: 2",
         "llama",
-        False,
+        True,
     ),
     "zero-bubble": ("pp: {size: 2}", "layers: pp", "layers: pp", "", "zero-bubble", "bert", False),
-    "1f1b x tp": (
-        "pp: {size: 2}, tp: {size: 2}",
-        f"{HEADS}, kv_heads: tp, layers: pp",
-        f"{HEADS}, kv_heads: tp, layers: pp, res_seq: tp",
+    "fsdp": ("fsdp: {size: 2}", "embed: fsdp", "batch: fsdp", "", "1f1b", "bert", False),
+}
+LONG = {
+    "tp": (
+        "tp: {size: 2}",
+        f"{HEADS}, kv_heads: tp",
+        f"{HEADS}, kv_heads: tp, res_seq: tp",
         "",
         "1f1b",
         "llama",
@@ -70,7 +71,7 @@ LAYOUTS = {
 
 
 def write(name: str, folder: Path) -> Path:
-    mesh, params, compute, more, schedule, family, compiled = LAYOUTS[name]
+    mesh, params, compute, more, schedule, family, compiled = (LAYOUTS | LONG)[name]
     path = folder / "layout.yaml"
     path.write_text(
         f"cluster: {{gpus_per_node: {4 if ' x ' in name else 2}}}\n"
@@ -103,7 +104,7 @@ def one_process(path: Path) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(n, marks=pytest.mark.long) for n in LONG)])
 def test_five_steps_equal_one_process(name: str, tmp_path: Path) -> None:
     path = write(name, tmp_path)
     assert launch.start(str(path), [], quiet=True) == 0
