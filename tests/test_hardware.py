@@ -37,13 +37,18 @@ def test_catalog():
     asked = [
         "v100-16",
         "v100-32",
+        "v100-450w",
         "a100-40",
         "a100-80",
         "h100-sxm",
         "h100-pcie",
+        "h100-96",
+        "h800",
         "h200",
         "b200",
+        "b300",
         "gb200",
+        "gb300",
         "cpu",
     ]
     assert list(GPUS) == asked
@@ -55,7 +60,7 @@ def test_catalog():
         assert g.links["ib"] <= g.links["pcie"] and g.memory is not None and g.memory_rate is not None
         assert g.links.get("nvlink", 1e12) > g.links["pcie"]
         # A datasheet's GB is between the binary and the decimal unit of what CUDA reports.
-        assert 15 * 2**30 < g.memory < 192 * 2**30
+        assert 15 * 2**30 < g.memory < 288 * 2**30
         assert g.peak["fp64"] <= g.peak["fp32"] < g.peak["fp16"]
         assert ("bf16" in g.peak) == (not g.name.startswith("v100"))
 

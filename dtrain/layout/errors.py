@@ -29,7 +29,7 @@ def first(error: ValidationError, where: Where) -> LayoutError:
         return 0 if item["type"] == "extra_forbidden" else 2 if item["type"] == "missing" else 1
 
     item = min(error.errors(include_url=False), key=order)
-    loc = [part for part in item["loc"] if part not in ("[key]", "fields")]
+    loc = [part for part in item["loc"] if part not in ("[key]", "[name]", "[table]", "fields")]
     path = ".".join(str(part) for part in loc)
     spot = place(where, path)
     if item["type"] == "extra_forbidden":

@@ -125,7 +125,7 @@ def budget(layout: Layout, job: Job, size: int, lists: Sequence[Sequence[Action]
             f"{hardware.show_size(least)} on the fullest rank; allow at least that, or use a smaller data.microbatch",
         )
     calls = [Counter(unit_segment(a.unit, job.layers)[0] for a in actions if a.kind == "F") for actions in lists]
-    gpu = hardware.gpu(layout.cluster.gpu)
+    gpu = layout.cluster.device
     wire = {
         group: (
             job.mesh.product(group.split(".")),
