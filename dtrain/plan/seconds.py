@@ -104,9 +104,10 @@ def kernel(on: Machine, k: Kernel) -> float:
     """Seconds of a kernel that is no collective, with the gap after it."""
     name = passes.op_name(k.node)
     if name in cost.PRODUCTS:
-        inputs = [a.meta["val"] for a in k.node.all_input_nodes[-2:]]
+        left = _tensor(k.node.args[-2])
+        assert left is not None
         *batch, m, n = k.node.meta["val"].shape
-        busy = product(on, m, n, inputs[0].shape[-1], math.prod(batch), inputs[0].dtype)
+        busy = product(on, m, n, left.shape[-1], math.prod(batch), left.dtype)
     elif name in ("attention", "attention_backward"):
         busy = attention(on, k.node)
     else:
@@ -260,7 +261,7 @@ def collective(on: Machine, op: str, bytes: float, levels: Sequence[Level]) -> f
 
     Every level moves its bytes (`ledger.sent`) at the same time, so the slowest counts, after the latency. Inside a
     node or an NVLink domain that is the measured one above, scaled by the hops of other groups; across nodes it is
-    NCCL's model of a ring or, for an all-reduce, a tree, with the best protocol.
+    NCCL's model of a ring or, for an all-reduce, a tree, with the best protocol, and what the measured one grows by.
     """
     ranks = math.prod(level.ranks for level in levels)
     if ranks < 2:
@@ -274,22 +275,23 @@ def collective(on: Machine, op: str, bytes: float, levels: Sequence[Level]) -> f
         return busy + (_GLOO if "loopback" in by_link else 2 * _PROTOCOLS["Simple"][0][0])
     if "loopback" in by_link:
         return busy + _GLOO * math.ceil(math.log2(ranks))
-    passes_over = 2 if op == "all_reduce" else 1
+    times_over = 2 if op == "all_reduce" else 1
+    excess = _between(_SENT, _EXCESS, math.log2(max(1.0, sum(shares))))
     if "ib" not in by_link:
-        excess = _between(_SENT, _EXCESS, math.log2(max(1.0, sum(shares))))
         begin, hop, _ = _PROTOCOLS["LL128"][0]
-        hops = (begin + passes_over * (ranks - 1) * hop) / (begin + 14 * hop)
+        hops = (begin + times_over * (ranks - 1) * hop) / (begin + 14 * hop)
         in_switch = op == "all_reduce" and on.gpu.kind in _IN_SWITCH
         return busy + excess * (min(hops, 1.0) if in_switch else hops)
     nodes = math.prod(level.ranks for level in levels if level.link == "ib")
     times = []
     for ring, tree, left in _PROTOCOLS.values():
-        across = passes_over * nodes if nodes < ranks else passes_over * (ranks - 1)
-        near = passes_over * (ranks - 1) - across
-        times.append(ring[0] + max(0, near) * ring[1] + across * ring[2] + busy / left)
+        across = times_over * min(nodes, ranks - 1)
+        near = max(0, times_over * (ranks - 1) - across)
+        times.append(ring[0] + near * ring[1] + across * ring[2] + busy / left)
         if op == "all_reduce":
-            times.append(tree[0] + 2 * ((ranks // nodes - 1) * tree[1] + math.log2(nodes) * tree[2]) + busy / left)
-    return min(times)
+            near, far = ranks // nodes - 1, math.log2(nodes)
+            times.append(tree[0] + 2 * (near * tree[1] + far * tree[2]) + busy / left)
+    return min(times) + excess - _EXCESS[0]
 
 
 def _share(on: Machine, link: str, op: str) -> float:

@@ -77,6 +77,7 @@ def work(plan: Plan, program: Program, on: Machine) -> Work:
     order of the lists: the first gradients of a unit become its sums, later ones are added to them."""
     layers = program.job.layers
     summed: set[tuple[int, int]] = set()
+    early = {name: any(x.grads for x in s.stored.values()) for name, s in program.segments.items()}
 
     @cache
     def group(name: str) -> tuple[Level, ...]:
@@ -120,10 +121,9 @@ def work(plan: Plan, program: Program, on: Machine) -> Work:
         segment = unit_segment(a.unit, layers)[0] if a.unit >= 0 else ""
         first = (pp, a.unit) not in summed
         if a.kind in GRAPH_OF:
-            early = any(s.grads for s in program.segments[segment].stored.values())
-            if a.kind in ("B", "W") and not early:
+            if a.kind in ("B", "W") and not early[segment]:
                 summed.add((pp, a.unit))
-            return computes(segment, GRAPH_OF[a.kind], first or early)
+            return computes(segment, GRAPH_OF[a.kind], first or early[segment])
         if a.kind == "UNSHARD" or (a.kind == "WAIT" and a.what == "params"):
             return graph(segment, "unshard" if a.kind == "UNSHARD" else "unshard_wait")
         if a.kind == "REDUCE":
@@ -253,7 +253,7 @@ def simulate(
         who = meeting.get(base(p.stream))
         if who is not None:
             return reach((p.stream, -1, -1), pp, len(who), p.seconds, a)
-        free = rank.free.get(p.stream, 0.0)
+        free = rank.free.get(p.stream, -1.0)
         start = max(rank.now, free)
         if start > free:
             rank.since[p.stream] = start

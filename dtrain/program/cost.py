@@ -45,7 +45,7 @@ def flops(node: fx.Node) -> float:
     computed again), each 2 b h s t d, halved under a causal mask (Dao 2023, arXiv 2307.08691, section 4.1).
     """
     name = passes.op_name(node)
-    inputs = [a.meta["val"] for a in node.all_input_nodes if isinstance(a.meta.get("val"), Tensor)]
+    inputs = [a.meta["val"] for a in node.args if isinstance(a, fx.Node)]
     if name in PRODUCTS:
         return float(2 * math.prod(node.meta["val"].shape) * inputs[-2].shape[-1])
     if name in ("attention", "attention_backward"):
