@@ -206,9 +206,10 @@ def _tensors(node: fx.Node) -> list[Tensor]:
     return [x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, Tensor)]
 
 
-# Fused by a compiler beside what torch tags as pointwise or a reduction, and views: copies, lookups, constants.
+# Fused by a compiler beside what torch tags as pointwise or a reduction, and views: copies, lookups, constants. What is
+# put together of pieces (cat) is stored.
 _FUSED = (
-    *("_to_copy", "_unsafe_view", "getitem", "cat", "stack", "constant_pad_nd", "select_backward", "slice_backward"),
+    *("_to_copy", "_unsafe_view", "getitem", "constant_pad_nd", "select_backward", "slice_backward"),
     *("embedding", "gather", "index", "_softmax", "_softmax_backward_data", "_log_softmax"),
     *(
         "_log_softmax_backward_data",
