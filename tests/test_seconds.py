@@ -201,7 +201,8 @@ def test_measured_large_all_reduces(gpu: str, link: float, busbw: float) -> None
 
 @pytest.mark.parametrize(
     ("gpu", "size", "busbw", "off"),
-    [("h200", 2**32, 365e9, 0.1), ("b200", 2**34, 382e9, 0.1), ("b200", 2**30, 362e9, 0.1), ("b200", 2**29, 327e9, 0.15)],
+    [("h200", 2**32, 365e9, 0.1), ("b200", 2**34, 382e9, 0.1), ("b200", 2**30, 362e9, 0.1),
+     ("b200", 2**29, 327e9, 0.15)],
 )  # fmt: skip
 def test_measured_all_reduces_of_four_nodes(gpu: str, size: int, busbw: float, off: float) -> None:
     """Large ones. Below 256 MiB the published figures, over EFA, are lower than InfiniBand's latencies explain."""

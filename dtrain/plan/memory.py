@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dtrain import hardware, ops
+from dtrain import ops
 from dtrain.axes import parse
 from dtrain.layout import Layout
 from dtrain.plan import Plan
@@ -74,12 +74,12 @@ class Memory:
 
 def capacity(layout: Layout) -> int | None:
     """Bytes of a GPU of the layout that a process can use; None where that is the machine's own affair."""
-    return hardware.gpu(layout.cluster.gpu).memory
+    return layout.cluster.device.memory
 
 
 def context(layout: Layout) -> int:
     """Bytes that CUDA and NCCL take for themselves; 0 on a CPU."""
-    capability = hardware.gpu(layout.cluster.gpu).capability
+    capability = layout.cluster.device.capability
     return CONTEXT[min(capability[0], max(CONTEXT))] if capability else 0
 
 
@@ -115,7 +115,7 @@ Flows = Mapping[tuple[str, str], Flow]  # by segment and graph
 
 def flows(plan: Plan, program: Program) -> Flows:
     """The flow of every graph as the layout runs it."""
-    compiled, gpu = plan.layout.run.compile != "off", hardware.gpu(plan.layout.cluster.gpu)
+    compiled, gpu = plan.layout.run.compile != "off", plan.layout.cluster.device
     inside = partial(_inside, capability=gpu.capability, fused=compiled)
     return {
         (s.name, name): flow(g, fused=compiled and name in GRAPH_OF.values(), inside=inside)

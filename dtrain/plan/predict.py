@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
 from dtrain.layout import Layout
 from dtrain.plan import Plan, plan
 from dtrain.plan.ledger import Entry, graphs_run, ledger
+from dtrain.plan.memory import Memory, capacity, memories
 from dtrain.plan.seconds import Constants
 from dtrain.plan.timeline import Timeline, timeline
 from dtrain.program import cost, passes
@@ -31,7 +31,7 @@ class Prediction:
 
     plan: Plan
     program: Program
-    memory: tuple[Any, ...]
+    memory: tuple[Memory, ...]
     timeline: Timeline
     ledger: tuple[tuple[Entry, ...], ...]
     model_flops: float
@@ -74,13 +74,13 @@ class Prediction:
     @property
     def heaviest(self) -> int:
         """The pipeline coordinate whose ranks need most memory."""
-        return max(range(len(self.memory)), key=lambda pp: self.memory[pp].peak, default=0)
+        return max(range(len(self.memory)), key=lambda pp: self.memory[pp].peak)
 
     @property
     def margin(self) -> int | None:
         """Bytes that the heaviest rank has left, negative where it lacks them; None where the capacity is unknown."""
-        have = self.plan.layout.cluster.device.memory
-        return None if have is None or not self.memory else have - int(self.memory[self.heaviest].peak)
+        have = capacity(self.plan.layout)
+        return None if have is None else have - self.memory[self.heaviest].peak
 
     @property
     def fits(self) -> bool | None:
@@ -95,7 +95,7 @@ def predict(layout: Layout, constants: Constants | None = None) -> Prediction:
     return Prediction(
         made,
         program,
-        (),
+        memories(made, program),
         timeline(made, program, constants),
         tuple(tuple(ledger(made, program, pp)) for pp in range(len(made.train))),
         model_flops(made, program),
