@@ -1,6 +1,18 @@
 import pytest
 
-from dtrain.hardware import ALIASES, GPUS, LINKS, gpu, nearest, parse_rate, parse_size, show_rate
+from dtrain.hardware import (
+    ALIASES,
+    CLASSES,
+    GPUS,
+    LINKS,
+    PRECISIONS,
+    gpu,
+    nearest,
+    parse_flops,
+    parse_rate,
+    parse_size,
+    show_rate,
+)
 
 
 @pytest.mark.parametrize(
@@ -20,6 +32,13 @@ def test_sizes(text, value):
 def test_bad_rates_say_what_is_allowed(text):
     with pytest.raises(ValueError, match=r"450GB/s|one of B, "):
         parse_rate(text)
+
+
+def test_flops():
+    assert [parse_flops(t) for t in ("989TFLOP/s", "1.5 PFLOP/s", "500GFLOP/s")] == [989e12, 1.5e15, 5e11]
+    for text in ("989", "989T", "989e12", "989TFLOPS", "0TFLOP/s", 989, None):
+        with pytest.raises(ValueError, match="989TFLOP/s"):
+            parse_flops(text)
 
 
 def test_bits_are_not_bytes():
@@ -55,8 +74,10 @@ def test_catalog():
     for g in GPUS.values():
         assert set(g.links) <= set(LINKS)
         if g.name == "cpu":
-            assert g.peak == {} and g.memory is None
+            assert g.peak == {} and g.memory is None and g.capability is None
             continue
+        assert set(g.peak) <= set(PRECISIONS) and g.capability == CLASSES[g.kind]
+        assert 80 <= g.processors <= 148
         assert g.links["ib"] <= g.links["pcie"] and g.memory is not None and g.memory_rate is not None
         assert g.links.get("nvlink", 1e12) > g.links["pcie"]
         # A datasheet's GB is between the binary and the decimal unit of what CUDA reports.

@@ -125,6 +125,11 @@ def _allowed(path: str) -> str:
         "run": "{steps: ...}",
         "run.steps": "a whole number",
         "run.profile.steps": "[first, last]",
+        "cluster.gpu.name": "how reports call it",
+        "cluster.gpu.kind": "volta, ampere, hopper or blackwell",
+        "cluster.gpu.processors": "its streaming multiprocessors, a whole number",
+        "cluster.gpu.memory": "a size such as 79GiB",
+        "cluster.gpu.peak": "{bf16: 989TFLOP/s, ...}, dense",
     }.get(path, "a whole number of at least 1" if path.endswith(".size") else "a rate such as 50GB/s")
 
 
