@@ -21,7 +21,7 @@ from dtrain import layout as layouts
 from dtrain.layout import Layout
 from dtrain.plan.ledger import Level, sent
 from dtrain.program import cost, passes
-from dtrain.program.cost import Kernel
+from dtrain.program.cost import UNKNOWN, Kernel
 from dtrain.program.lower import Graph
 
 
@@ -56,9 +56,6 @@ CONSTANTS: Mapping[str, Constants] = {
     # Local processes over gloo, on cores that nobody knows: only their ratios mean something.
     "cpu": Constants(0.8, 0.8, 1e-5, 0.5, 0.5, 0.5),
 }
-
-# FLOP/s and bytes/s where a device's peaks are unknown (a CPU).
-UNKNOWN = (1e11, 1e10)
 
 _PRECISION = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 

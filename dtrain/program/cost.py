@@ -4,7 +4,7 @@ that each reads and writes."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,10 @@ VIEWS = (
 
 # Half the products of a causal attention are masked away, and fused kernels leave them out.
 _CAUSAL = 0.5
+
+
+# FLOP/s and bytes/s where a device's peaks are unknown (a CPU): only their ratio matters.
+UNKNOWN = (1e11, 1e10)
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ def solid(node: fx.Node) -> bool:
 
 # ---------------------------------------------------------------------------------------------------- kernels
 
-_ROW_SUMS = ("mean", "sum", "amax", "max", "argmax", "logsumexp", "var", "var_mean", "any", "_softmax", "_log_softmax")
+_SUMS = ("mean", "sum", "amax", "max", "argmax", "logsumexp", "var", "var_mean", "any", "_softmax", "_log_softmax")
 # They read rows of their first input, as many as their result has.
 _LOOKUPS = ("embedding", "index", "index_select", "gather")
 _SCATTERS = ("embedding_dense_backward", "index_put", "scatter", "scatter_add", "index_add", "_index_put_impl_")
@@ -88,9 +92,9 @@ _READS = 4
 
 @dataclass(frozen=True)
 class Kernel:
-    """A launch on a GPU. `node` is its product, attention or collective, or else the last node of a fused chain;
-    `after` the position in the graph up to which it must have run; `read` and `written` bytes of memory; `steps` how
-    many 32-bit instructions its pointwise work takes, over all elements, and `wide` how many in float64."""
+    """A launch on a GPU. `node` is its product, attention or collective, or else the last node of a fused chain; `read`
+    and `written` bytes of memory; `steps` how many 32-bit instructions its pointwise work takes, over all elements, and
+    `wide` how many in float64."""
 
     node: fx.Node
     read: int
@@ -102,12 +106,13 @@ class Kernel:
 def kernels(graph: fx.Graph, fused: bool = True) -> list[Kernel]:
     """The kernels of a graph in order, collectives among them (waits are none).
 
-    Fused, as Inductor does it: pointwise work is computed where it is read, and so is what would be read only to be
-    computed; values are written for an operation that is not fused, for the graph's caller, for a reduction's
-    readers, and where computing them again would read more than four tensors. What is written at the same depth
-    (operations that are not fused on its way) from common inputs is one kernel, in which each input is read once;
-    sums over columns are kernels of their own. Otherwise every operation but a view reads its inputs and writes its
-    result.
+    Fused, as Inductor does it: pointwise work is computed where it is read. Values are written for an operation that is
+    not fused, for the graph's caller, for a reduction's readers, and where computing them again would read more than
+    four tensors. What is written at the same depth (operations on its way that are not fused) from common inputs is
+    one kernel, which reads each input once; sums over columns are kernels of their own. Tables that depend on nothing
+    are only read (`compile` computes them once).
+
+    Not fused, every operation but a view reads its inputs and writes its result.
     """
     return _fused(graph) if fused else _apart(graph)
 
@@ -116,10 +121,8 @@ def _apart(graph: fx.Graph) -> list[Kernel]:
     out = []
     for node in graph.nodes:
         name = passes.op_name(node) if node.op == "call_function" else ""
-        if not name or name in VIEWS or name in ("getitem", "wait_tensor"):
-            continue
-        read = sum(_seen(node, a) for a in node.all_input_nodes)
-        out.append(Kernel(node, read, _result(node), *_work([node])))
+        if name and name not in (*VIEWS, "getitem", "wait_tensor"):
+            out.append(Kernel(node, sum(_seen(node, a) for a in node.all_input_nodes), _result(node), *_work([node])))
     return out
 
 
@@ -135,7 +138,7 @@ def _result(node: fx.Node) -> int:
     return sum(v.numel() * v.element_size() for v in parts if isinstance(v, Tensor))
 
 
-def _work(nodes: list[fx.Node]) -> tuple[float, float]:
+def _work(nodes: Iterable[fx.Node]) -> tuple[float, float]:
     """32-bit instructions and float64 ones of pointwise nodes. A 64-bit integer takes about three of the first."""
     steps = wide = 0.0
     for node in nodes:
@@ -148,151 +151,107 @@ def _work(nodes: list[fx.Node]) -> tuple[float, float]:
     return steps, wide
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Value:
-    """What computing a fused node means: `leaves` are the written tensors it reads (each with the views it reads them
-    through), `body` the nodes it computes on the way, `depth` how many operations that are not fused come before."""
+    """What computing a value means: `leaves` are the stored tensors that it reads, each with the bytes of the views
+    that it reads them through; `body` the nodes that it computes; `depth` how many operations that are not fused come
+    before it."""
 
-    leaves: dict[fx.Node, dict[fx.Node, int]]
-    body: dict[fx.Node, None]
+    leaves: Mapping[fx.Node, Mapping[fx.Node, int]]
+    body: tuple[fx.Node, ...]
     depth: int
 
 
 def _fused(graph: fx.Graph) -> list[Kernel]:
     values: dict[fx.Node, _Value] = {}
-    written: dict[fx.Node, None] = {}  # by a fused kernel
+    stored: dict[fx.Node, None] = {}  # values that are written, each by a kernel
     constant: set[fx.Node] = set()
-    outputs = set(passes.results_of(graph))
-    order: list[fx.Node] = []  # what gets a kernel: unfused operations and written values
+    tables: set[fx.Node] = set()  # constants that are costly, so kept
     base: dict[fx.Node, fx.Node] = {}  # the tensor that a view is of
-
-    def reads(node: fx.Node, reader: fx.Node) -> _Value:
-        """What reading a node means to a fused reader."""
-        whole = base.get(node, node)
-        if whole in values and whole not in written:
-            return values[whole]
-        depth = values[whole].depth if whole in values else 0
-        return _Value({whole: {node: _seen(reader, node)}}, {}, depth)
-
-    def leaves_memory(node: fx.Node) -> bool:
-        """Whether an unfused operation or the caller reads it, through views too."""
-        return any(
-            user in outputs_of(user) or solid(user) or (is_view(user) and leaves_memory(user)) for user in node.users
-        )
-
-    def outputs_of(user: fx.Node) -> tuple[fx.Node, ...]:
-        return (user,) if user.op == "output" else ()
-
-    def is_view(node: fx.Node) -> bool:
-        name = passes.op_name(node) if node.op == "call_function" else ""
-        return name in VIEWS or (name == "getitem" and base.get(node.all_input_nodes[0]) is not None)
-
     for node in graph.nodes:
-        if node.op != "call_function":
+        name, inputs = passes.op_name(node) if node.op == "call_function" else "", node.all_input_nodes
+        if not name:
             continue
-        name, inputs = passes.op_name(node), node.all_input_nodes
-        if inputs and (name in VIEWS or name in ("getitem", "wait_tensor")):
-            whole = base.get(inputs[0], inputs[0])
-            base[node] = whole
-            if inputs[0] in constant:
-                constant.add(node)
-            continue
-        if all(a in constant for a in inputs):
-            # Tables that depend on nothing are computed once (`compile`); the rest is counting.
+        if node.op == "call_function" and all(a in constant for a in inputs):
             constant.add(node)
-            continue
-        parts = [reads(a, node) for a in inputs if a not in constant]
-        depth = max((p.depth for p in parts), default=0)
-        if solid(node):
-            values[node] = _Value({}, {}, depth + 1)
-            written[node] = None  # by itself
-            order.append(node)
-            continue
-        leaves: dict[fx.Node, dict[fx.Node, int]] = {}
-        for p in parts:
-            for leaf, views in p.leaves.items():
-                leaves.setdefault(leaf, {}).update(views)
-        for a in inputs:
-            if a in constant and size(a) and name not in _LOOKUPS:
-                leaves.setdefault(a, {})[a] = size(a) if any(passes.op_name(c) in ("cos", "sin") for c in _up(a)) else 0
-        body = dict.fromkeys(n for p in parts for n in p.body) | {node: None}
-        values[node] = _Value(leaves, body, depth)
-        large = [leaf for leaf in leaves if 8 * size(leaf) > size(node)]
-        several = len(node.users) > 1 and len(large) > _READS
-        if name in _ROW_SUMS or name in _SCATTERS or several or leaves_memory(node):
-            written[node] = None
-            order.append(node)
-    return _grouped(order, values, base, outputs)
+            if name in ("cos", "sin") or any(a in tables for a in inputs):
+                tables.add(node)
+        elif name in (*VIEWS, "getitem", "wait_tensor"):
+            base[node] = base.get(inputs[0], inputs[0])
+        elif solid(node):
+            depth = max((values[w].depth for w in (base.get(a, a) for a in inputs) if w in values), default=0)
+            values[node] = _Value({}, (), depth + 1)
+            stored[node] = None
+        else:
+            leaves: dict[fx.Node, dict[fx.Node, int]] = {}
+            body: dict[fx.Node, None] = {}
+            depth = 0
+            for a in inputs:
+                whole = base.get(a, a)
+                value = values.get(whole)
+                depth = max(depth, value.depth if value else 0)
+                if value and whole not in stored:
+                    body.update(dict.fromkeys(value.body))
+                    for leaf, views in value.leaves.items():
+                        leaves.setdefault(leaf, {}).update(views)
+                elif a not in constant or a in tables:
+                    leaves.setdefault(whole, {})[a] = _seen(node, a)
+            values[node] = _Value(leaves, (*body, node), depth)
+            large = sum(8 * size(leaf) > size(node) for leaf in leaves)
+            again = len(node.users) > 1 and large > _READS
+            if again or name in _SUMS or name in _SCATTERS or _needed(node):
+                stored[node] = None
+    return _grouped(list(stored), values, base)
 
 
-def _up(node: fx.Node, most: int = 4) -> list[fx.Node]:
-    """A constant and what it is made of, a few steps up."""
-    out, front = [node], [node]
-    for _ in range(most):
-        front = [a for n in front for a in n.all_input_nodes]
-        out += front
-    return [n for n in out if n.op == "call_function"]
+def _needed(node: fx.Node) -> bool:
+    """Whether an operation that is not fused reads a value, or the graph's caller, perhaps through views."""
+    return any(
+        u.op == "output" or solid(u) or (passes.op_name(u) in (*VIEWS, "getitem") and _needed(u)) for u in node.users
+    )
 
 
 def _columns(node: fx.Node) -> bool:
-    """Whether a reduction sums over columns: its rows' last dimension is still there."""
-    if passes.op_name(node) not in _ROW_SUMS or not node.all_input_nodes:
+    """Whether a reduction sums over columns: the last dimension is still there."""
+    if passes.op_name(node) not in _SUMS:
         return False
-    before, after = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
-    if not isinstance(before, Tensor) or not isinstance(after, Tensor) or not before.ndim or not after.ndim:
-        return False
-    return before.shape[-1] == after.shape[-1] and before.numel() > after.numel()
+    before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    return bool(after.ndim and before.shape[-1] == after.shape[-1] and before.numel() > after.numel())
 
 
 def _grouped(
-    order: list[fx.Node], values: Mapping[fx.Node, _Value], base: Mapping[fx.Node, fx.Node], outputs: set[fx.Node]
+    order: Sequence[fx.Node], values: Mapping[fx.Node, _Value], base: Mapping[fx.Node, fx.Node]
 ) -> list[Kernel]:
-    group: dict[fx.Node, fx.Node] = {}
+    """Stored values that one kernel computes, as kernels."""
+    group = {node: node for node in order}
 
-    def find(node: fx.Node) -> fx.Node:
+    def first(node: fx.Node) -> fx.Node:
         while group[node] is not node:
             node = group[node]
         return node
 
-    meeting: dict[tuple[fx.Node, int], fx.Node] = {}  # (tensor, depth) -> a kernel that reads or writes it
+    meeting: dict[tuple[fx.Node, int], fx.Node] = {}  # a value that reads or is this tensor, by depth
     for node in order:
-        group[node] = node
-        if solid(node) or _columns(node):
-            continue
-        for leaf in (node, *values[node].leaves):
-            other = meeting.setdefault((leaf, values[node].depth), node)
-            group[find(node)] = find(other)
+        if not solid(node) and not _columns(node):
+            for leaf in (node, *values[node].leaves):
+                group[first(node)] = first(meeting.setdefault((leaf, values[node].depth), node))
     members: dict[fx.Node, list[fx.Node]] = {}
     for node in order:
-        members.setdefault(find(node), []).append(node)
-    last = {nodes[-1]: nodes for nodes in members.values()}
-    return [_kernel(node, last[node], values, base, outputs) for node in order if node in last]
-
-
-def _kernel(
-    node: fx.Node,
-    members: list[fx.Node],
-    values: Mapping[fx.Node, _Value],
-    base: Mapping[fx.Node, fx.Node],
-    outputs: set[fx.Node],
-) -> Kernel:
-    if solid(node):
-        read = sum({base.get(a, a): size(a) for a in node.all_input_nodes}.values())
-        return Kernel(node, read, _result(node))
-    inside = set(members)
-    views: dict[fx.Node, dict[fx.Node, int]] = {}
-    for m in members:
-        for leaf, seen in values[m].leaves.items():
-            if leaf not in inside:
-                views.setdefault(leaf, {}).update(seen)
-    read = sum(min(size(leaf) or sum(seen.values()), sum(seen.values())) for leaf, seen in views.items())
-    body = {n for m in members for n in values[m].body}
-
-    def stays(m: fx.Node) -> bool:
-        """Whether only this kernel reads it."""
-        return m not in outputs and all(u in body or (base.get(u) is m and stays_view(u)) for u in m.users)
-
-    def stays_view(v: fx.Node) -> bool:
-        return v not in outputs and all(u in body or (u in base and stays_view(u)) for u in v.users)
-
-    return Kernel(node, read, sum(_result(m) for m in members if not stays(m)), *_work(list(body)))
+        members.setdefault(first(node), []).append(node)
+    outside = {
+        leaf for node in order for leaf in values[node].leaves if leaf in group and first(leaf) is not first(node)
+    }
+    out = {}
+    for nodes in members.values():
+        views: dict[fx.Node, dict[fx.Node, int]] = {}
+        for node in nodes:
+            for leaf, seen in values[node].leaves.items():
+                if leaf not in nodes:
+                    views.setdefault(leaf, {}).update(seen)
+        if solid(nodes[0]):
+            views = {base.get(a, a): {a: size(a)} for a in nodes[0].all_input_nodes}
+        read = sum(min(_result(leaf), sum(seen.values())) for leaf, seen in views.items())
+        written = sum(_result(node) for node in nodes if solid(node) or node in outside or _needed(node))
+        body = dict.fromkeys(n for node in nodes for n in values[node].body)
+        out[nodes[-1]] = Kernel(nodes[-1], read, written, *_work(body))
+    return [out[node] for node in order if node in out]
