@@ -42,6 +42,7 @@ from dtrain.axes import ALONE, AxesError, On, Param, ParamTree, Rules, inherit, 
 from dtrain.mesh import Mesh, fake_mesh, flat_index
 from dtrain.program import cost, passes, remat
 from dtrain.program.passes import Cut, Division, Joint, Save
+from dtrain.program.record import record
 from dtrain.program.remat import Budget
 from dtrain.rng import Key
 from dtrain.sharding import (
@@ -343,7 +344,7 @@ def _trace_segment(job: Job, name: str, stored: Mapping[str, Stored], mesh: Devi
 
 
 def _cut_segment(job: Job, name: str, stored: Mapping[str, Stored], traced: _Traced, save: Save | None) -> Segment:
-    names, fake = tuple(stored), FakeTensorMode(allow_non_fake_inputs=True)
+    names = tuple(stored)
     # The head's loss and gradient are one graph: its scores of the whole vocabulary wait nowhere.
     graphs = passes.split_joint(traced.joint, save) if save else passes.join(traced.joint)
     needs = passes.divide(traced.joint, save) if save else Division([], [], [])
@@ -354,12 +355,8 @@ def _cut_segment(job: Job, name: str, stored: Mapping[str, Stored], traced: _Tra
     def flat(
         fn: Callable[..., list[Tensor]], members: tuple[str, ...], cuts: Callable[[Stored], int], dtype: Any
     ) -> Cut:
-        with fake:
-            examples = [torch.empty(stored[n].shape(cuts(stored[n])), dtype=dtype(stored[n])) for n in members]
-        graph = make_fx(lambda *t: fn([stored[n] for n in members], t), tracing_mode="fake")(*examples)
-        graph.graph.eliminate_dead_code()
-        graph.recompile()
-        return Cut(graph, members, members)
+        shapes = [(stored[n].shape(cuts(stored[n])), dtype(stored[n])) for n in members]
+        return Cut(record(lambda t: fn([stored[n] for n in members], t), shapes), members, members)
 
     master = lambda s: job.master  # noqa: E731
     unshard = flat(
