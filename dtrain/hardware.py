@@ -23,10 +23,21 @@ _UNITS = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
+_FLOPS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([GTP])FLOP/s\s*")
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]+)\s*")
 
 # nvlink joins the GPUs of an NVLink domain, pcie and loopback those (or the processes) of a node, ib all.
 LINKS = ("nvlink", "ib", "pcie", "loopback")
+
+# Architectures, with their compute capability.
+CLASSES: Mapping[str, tuple[int, int] | None] = {
+    "volta": (7, 0),
+    "ampere": (8, 0),
+    "hopper": (9, 0),
+    "blackwell": (10, 0),
+    "cpu": None,
+}
+PRECISIONS = ("fp8", "bf16", "fp16", "tf32", "fp32", "fp64")
 
 
 @dataclass(frozen=True)
@@ -36,7 +47,8 @@ class Gpu:
     `memory` is bytes as CUDA reports the total (a little under the datasheet's), None: the machine's own.
     `memory_rate` is bytes/s of device memory. `peak` is dense FLOP/s by dtype, no sparsity; a dtype that is
     missing is one the hardware lacks, and no entries at all means unknown. `links` is bytes/s per GPU, one
-    direction, in the vendor's reference node. `capability` is CUDA's compute capability, which kernels ask for.
+    direction, in the vendor's reference node. `kind` is the architecture (one of CLASSES), which says what share of
+    these peaks programs reach; `processors` is the number of its streaming multiprocessors.
     """
 
     name: str
@@ -44,7 +56,13 @@ class Gpu:
     memory_rate: float | None
     peak: Mapping[str, float]
     links: Mapping[str, float]
-    capability: tuple[int, int] | None = None
+    kind: str = "cpu"
+    processors: int = 1
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """CUDA's compute capability, which kernels ask for; None for a CPU."""
+        return CLASSES[self.kind]
 
 
 def _bytes(text: str) -> float:
@@ -69,6 +87,14 @@ def parse_rate(text: object) -> float:
     if rate <= 0:
         raise ValueError("must be a rate above zero, as in 450GB/s")
     return rate
+
+
+def parse_flops(text: object) -> float:
+    """`"989TFLOP/s"` -> FLOP/s. Raises ValueError that says what is allowed."""
+    match = _FLOPS.fullmatch(text) if isinstance(text, str) else None
+    if match is None or float(match[1]) <= 0:
+        raise ValueError("must be a rate above zero with its unit, as in 989TFLOP/s (dense; GFLOP/s and PFLOP/s too)")
+    return float(match[1]) * {"G": 1e9, "T": 1e12, "P": 1e15}[match[2]]
 
 
 def show_size(size: float) -> str:
@@ -115,16 +141,25 @@ _H100 = {
 }
 # H100 datasheet: NVLink 900 GB/s both directions, PCIe gen 5 128. DGX H100 guide: one 400 Gb/s NIC a GPU.
 _H100_LINKS = {"nvlink": 450e9, "pcie": 64e9, "ib": 50e9}
+# DGX B200 datasheet: 72 PFLOP/s fp8 with sparsity over 8 GPUs; HGX B200: 75 fp32, 37 fp64 a GPU.
+_B200 = {"fp8": 4500e12, "bf16": 2250e12, "fp16": 2250e12, "tf32": 1125e12, "fp32": 75e12, "fp64": 37e12}
+# GB200 NVL72 datasheet over 72 GPUs: 360 PFLOP/s bf16 with sparsity, 5,760 TFLOP/s fp32, 2,880 fp64.
+_GB200 = {"fp8": 5000e12, "bf16": 2500e12, "fp16": 2500e12, "tf32": 1250e12, "fp32": 80e12, "fp64": 40e12}
 # Blackwell: NVLink 1.8 TB/s both directions (HGX B200 and GB200 NVL72 datasheets), one 400 Gb/s NIC a GPU.
-_BLACKWELL_LINKS = {"nvlink": 900e9, "pcie": 64e9, "ib": 50e9}
+_B200_LINKS = {"nvlink": 900e9, "pcie": 64e9, "ib": 50e9}
+# Blackwell Ultra: ConnectX-8 at 800 Gb/s a GPU over PCIe gen 6 (DGX B300 and GB300 NVL72 datasheets).
+_B300_LINKS = {"nvlink": 900e9, "pcie": 128e9, "ib": 100e9}
 
-# Memory: totals as CUDA's out-of-memory messages print them. Memory rates: the datasheets named above.
+# Memory: totals as CUDA's out-of-memory messages and nvidia-smi print them. Memory rates: the datasheets named above.
+# Multiprocessors: NVIDIA's whitepapers of each architecture.
 _GPUS = (
-    Gpu("v100-16", _gib(15.77), 900e9, _V100, _V100_LINKS, (7, 0)),
-    Gpu("v100-32", _gib(31.74), 900e9, _V100, _V100_LINKS, (7, 0)),
-    Gpu("a100-40", _gib(39.39), 1555e9, _A100, _A100_LINKS, (8, 0)),
-    Gpu("a100-80", _gib(79.15), 2039e9, _A100, _A100_LINKS, (8, 0)),
-    Gpu("h100-sxm", _gib(79.1), 3350e9, _H100, _H100_LINKS, (9, 0)),
+    Gpu("v100-16", _gib(15.77), 900e9, _V100, _V100_LINKS, "volta", 80),
+    Gpu("v100-32", _gib(31.74), 900e9, _V100, _V100_LINKS, "volta", 80),
+    # The 450 W V100 of the DGX-2H, whose datasheet says 2.1 PFLOP/s over 16; eight 100 Gb/s NICs a node, as in DGX-2.
+    Gpu("v100-450w", _gib(31.74), 900e9, {**_V100, "fp16": 131e12}, _V100_LINKS, "volta", 80),
+    Gpu("a100-40", _gib(39.39), 1555e9, _A100, _A100_LINKS, "ampere", 108),
+    Gpu("a100-80", _gib(79.15), 2039e9, _A100, _A100_LINKS, "ampere", 108),
+    Gpu("h100-sxm", _gib(79.1), 3350e9, _H100, _H100_LINKS, "hopper", 132),
     # H100 datasheet, PCIe column: 756 TFLOP/s bf16 dense, 2 TB/s; NVLink only by bridges between two cards.
     Gpu(
         "h100-pcie",
@@ -132,29 +167,24 @@ _GPUS = (
         2000e9,
         {"fp8": 1513e12, "bf16": 756e12, "fp16": 756e12, "tf32": 378e12, "fp32": 51.2e12, "fp64": 51.2e12},
         {"pcie": 64e9, "ib": 50e9},
-        (9, 0),
+        "hopper",
+        114,
     ),
+    # The H100 of torchtitan's published numbers (its benchmarks/ folder): 96 GB of HBM2e at 2.4 TB/s, 500 W. Its peak
+    # is the SXM's scaled by what 500 of 700 W leave of the clock under load, taken as the cube root: 0.894.
+    Gpu("h100-96", _gib(94.99), 2400e9, {p: 0.894 * f for p, f in _H100.items()}, _H100_LINKS, "hopper", 132),
+    # The H100 with NVLink cut to 400 GB/s both directions (H800 product brief).
+    Gpu("h800", _gib(79.1), 3350e9, _H100, {**_H100_LINKS, "nvlink": 200e9}, "hopper", 132),
     # H200 datasheet: the H100's compute, 141 GB at 4.8 TB/s.
-    Gpu("h200", _gib(139.7), 4800e9, _H100, _H100_LINKS, (9, 0)),
-    # DGX B200 datasheet: 72 PFLOP/s fp8 with sparsity, 64 TB/s over 8 GPUs; HGX B200: 75 fp32, 37 fp64 a GPU.
-    Gpu(
-        "b200",
-        _gib(178.3),
-        8000e9,
-        {"fp8": 4500e12, "bf16": 2250e12, "fp16": 2250e12, "tf32": 1125e12, "fp32": 75e12, "fp64": 37e12},
-        _BLACKWELL_LINKS,
-        (10, 0),
-    ),
-    # GB200 NVL72 datasheet over 72 GPUs: 360 PFLOP/s bf16 with sparsity, 576 TB/s, 5,760 TFLOP/s fp32, 2,880
-    # fp64.
-    Gpu(
-        "gb200",
-        _gib(184.3),
-        8000e9,
-        {"fp8": 5000e12, "bf16": 2500e12, "fp16": 2500e12, "tf32": 1250e12, "fp32": 80e12, "fp64": 40e12},
-        _BLACKWELL_LINKS,
-        (10, 0),
-    ),
+    Gpu("h200", _gib(139.7), 4800e9, _H100, _H100_LINKS, "hopper", 132),
+    # DGX B200 datasheet: 64 TB/s over 8 GPUs.
+    Gpu("b200", _gib(178.3), 8000e9, _B200, _B200_LINKS, "blackwell", 148),
+    # DGX B300 datasheet: 72 PFLOP/s fp8 with sparsity over 8 GPUs, 8 TB/s a GPU; fp64 cut to 1.2 TFLOP/s.
+    Gpu("b300", _gib(268.6), 8000e9, {**_B200, "fp64": 1.2e12}, _B300_LINKS, "blackwell", 148),
+    # GB200 NVL72 datasheet: 576 TB/s over 72 GPUs.
+    Gpu("gb200", _gib(184.3), 8000e9, _GB200, _B200_LINKS, "blackwell", 148),
+    # GB300 NVL72 datasheet over 72 GPUs: bf16 as GB200, 576 TB/s, 100 TFLOP/s fp64.
+    Gpu("gb300", _gib(277.5), 8000e9, {**_GB200, "fp64": 1.4e12}, _B300_LINKS, "blackwell", 148),
     # Local processes over gloo: peaks and memory are the machine's own; the rate is a laptop's, rounded.
     Gpu("cpu", None, None, {}, {"loopback": 2e9}),
 )

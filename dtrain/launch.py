@@ -312,7 +312,7 @@ def _rank(
 
     if seat.world > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, cores() // min(seat.world, layout.cluster.gpus_per_node)))
-    gpu = layout.cluster.gpu
+    gpu = str(layout.cluster.gpu)
     visible = torch.cuda.device_count() if gpu != "cpu" and torch.cuda.is_available() else 0
     device = device_of(gpu, seat.rank, seat.local_rank, visible)
     if device != "cpu":

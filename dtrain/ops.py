@@ -349,8 +349,17 @@ _SCHEMA_BACKWARD = (
 def _attention_forward(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: bool, kernel: str
 ) -> tuple[Tensor, Tensor]:
-    aten = torch.ops.aten
-    heads, used = q.shape[2], kernel_for(kernel, q.device.type, q.dtype, q.shape[3], valid is not None)
+    used = kernel_for(kernel, q.device.type, q.dtype, q.shape[3], valid is not None)
+    if used == "flash":
+        flash_attention_3(torch.cuda.get_device_capability())
+    return attention_by(used, q, k, v, valid, causal)
+
+
+def attention_by(
+    used: str, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention by one kernel, with its log-sum-exp."""
+    aten, heads = torch.ops.aten, q.shape[2]
     if used == "math":
         p, lse = _probabilities(q, k, valid, causal)
         return _weigh(p.to(v.dtype), v).contiguous(), lse.contiguous()
@@ -361,7 +370,6 @@ def _attention_forward(
     if used == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias)
     elif used == "flash":
-        flash_attention_3(torch.cuda.get_device_capability())
         out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
     elif used == "efficient":
         out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal)[:2]
@@ -383,8 +391,23 @@ def _attention_backward(
     causal: bool,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    aten = torch.ops.aten
-    kv_heads, used = k.shape[2], kernel_for(kernel, q.device.type, q.dtype, q.shape[3], valid is not None)
+    used = kernel_for(kernel, q.device.type, q.dtype, q.shape[3], valid is not None)
+    return attention_backward_by(used, grad, q, k, v, out, lse, valid, causal)
+
+
+def attention_backward_by(
+    used: str,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    valid: Tensor | None,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v by one kernel."""
+    aten, kv_heads = torch.ops.aten, k.shape[2]
     if used == "math":
         dq, dk, dv = _math_backward(grad, q, k, v, out, valid, causal)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()

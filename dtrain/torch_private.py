@@ -65,6 +65,11 @@ def isolated_threads() -> Iterator[None]:
         _c10d._set_thread_isolation_mode(False)
 
 
+def storage_key(x: Any) -> int:
+    """The same number for tensors, fake ones too, that share memory, as long as one of them lives."""
+    return int(x.untyped_storage()._cdata)
+
+
 def cpp_compiler() -> str | None:
     """The C++ compiler that Inductor would use, None where there is none."""
     from torch._inductor.cpp_builder import get_cpp_compiler  # slow to import

@@ -468,7 +468,7 @@ class Clock:
         now = time.perf_counter()
         step_s, d, lay = (now - self.began) / self.steps, self.r.layout.data, self.r.layout
         rate = metrics.tokens_per_s(d.batch, d.seq, step_s)
-        peak = hardware.gpu(lay.cluster.gpu).peak.get(lay.run.precision)
+        peak = lay.cluster.device.peak.get(lay.run.precision)
         used = metrics.mfu(rate, flops_per_token(self.r.plan), self.r.rank.world, peak)
         memory = metrics.peak_memory(torch.device(self.r.place.device))
         metrics.record(log, metrics.Row(number, report.loss, report.norm, lr, rate, step_s, used, memory, extra))

@@ -1,6 +1,18 @@
 import pytest
 
-from dtrain.hardware import ALIASES, GPUS, LINKS, gpu, nearest, parse_rate, parse_size, show_rate
+from dtrain.hardware import (
+    ALIASES,
+    CLASSES,
+    GPUS,
+    LINKS,
+    PRECISIONS,
+    gpu,
+    nearest,
+    parse_flops,
+    parse_rate,
+    parse_size,
+    show_rate,
+)
 
 
 @pytest.mark.parametrize(
@@ -22,6 +34,13 @@ def test_bad_rates_say_what_is_allowed(text):
         parse_rate(text)
 
 
+def test_flops():
+    assert [parse_flops(t) for t in ("989TFLOP/s", "1.5 PFLOP/s", "500GFLOP/s")] == [989e12, 1.5e15, 5e11]
+    for text in ("989", "989T", "989e12", "989TFLOPS", "0TFLOP/s", 989, None):
+        with pytest.raises(ValueError, match="989TFLOP/s"):
+            parse_flops(text)
+
+
 def test_bits_are_not_bytes():
     with pytest.raises(ValueError, match="unit"):
         parse_rate("400Gb/s")
@@ -37,25 +56,32 @@ def test_catalog():
     asked = [
         "v100-16",
         "v100-32",
+        "v100-450w",
         "a100-40",
         "a100-80",
         "h100-sxm",
         "h100-pcie",
+        "h100-96",
+        "h800",
         "h200",
         "b200",
+        "b300",
         "gb200",
+        "gb300",
         "cpu",
     ]
     assert list(GPUS) == asked
     for g in GPUS.values():
         assert set(g.links) <= set(LINKS)
         if g.name == "cpu":
-            assert g.peak == {} and g.memory is None
+            assert g.peak == {} and g.memory is None and g.capability is None
             continue
+        assert set(g.peak) <= set(PRECISIONS) and g.capability == CLASSES[g.kind]
+        assert 80 <= g.processors <= 148
         assert g.links["ib"] <= g.links["pcie"] and g.memory is not None and g.memory_rate is not None
         assert g.links.get("nvlink", 1e12) > g.links["pcie"]
         # A datasheet's GB is between the binary and the decimal unit of what CUDA reports.
-        assert 15 * 2**30 < g.memory < 192 * 2**30
+        assert 15 * 2**30 < g.memory < 288 * 2**30
         assert g.peak["fp64"] <= g.peak["fp32"] < g.peak["fp16"]
         assert ("bf16" in g.peak) == (not g.name.startswith("v100"))
 

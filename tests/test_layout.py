@@ -59,6 +59,12 @@ def edit(*changes: tuple[str, str]) -> str:
     return text
 
 
+OWN = (
+    "{name: mine, kind: hopper, processors: 100, memory: 60GiB, memory_rate: 3TB/s, peak: {bf16: 500TFLOP/s},"
+    " links: {nvlink: 300GB/s, ib: 40GB/s}}"
+)
+
+
 def fault(text: str, overrides: tuple[str, ...] = ()) -> str:
     with pytest.raises(LayoutError) as caught:
         loads(text, "x.yaml", overrides)
@@ -161,6 +167,33 @@ BAD: dict[str, tuple[list[tuple[str, str]], str, list[str]]] = {
         [("h100-sxm", "h100-smx")],
         "h100-smx",
         ["cluster.gpu: 'h100-smx'", "h200", "did you mean h100-sxm?"],
+    ),
+    "own gpu's misspelt key": (
+        [("h100-sxm", OWN.replace("memory_rate", "memory_rat"))],
+        "memory_rat",
+        ["cluster.gpu.memory_rat: unknown key", "did you mean memory_rate?"],
+    ),
+    "own gpu without peaks": (
+        [("h100-sxm", OWN.replace("peak: {bf16: 500TFLOP/s},", ""))],
+        "mine",
+        ["cluster.gpu.peak: missing", "cluster.gpu needs peak: {bf16: 989TFLOP/s, ...}, dense"],
+    ),
+    "own gpu's peak without a unit": ([("h100-sxm", OWN.replace("500TFLOP/s", "500e12"))], "mine", ["989TFLOP/s"]),
+    "own gpu's unknown precision": ([("h100-sxm", OWN.replace("bf16:", "bf61:"))], "mine", ["bf61", "bf16, fp16"]),
+    "own gpu's unknown class": (
+        [("h100-sxm", OWN.replace("kind: hopper", "kind: hoper"))],
+        "mine",
+        ["cluster.gpu.kind: 'hoper'", "volta, ampere, hopper, blackwell", "did you mean hopper?"],
+    ),
+    "own gpu with a catalog name": (
+        [("h100-sxm", OWN.replace("mine", "h200"))],
+        "h200",
+        ["cluster.gpu.name: 'h200'", "another name"],
+    ),
+    "own gpu lacks the precision": (
+        [("h100-sxm", OWN), ("precision: bf16", "precision: fp16")],
+        "fp16",
+        ["run.precision: fp16", "mine computes in bf16"],
     ),
     "unknown schedule": (
         [("1f1b", "1f1")],
@@ -883,6 +916,17 @@ def reference() -> list[list[str]]:
     lines = (SHIPPED[0].parent / "README.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| `")]
     return [[row[0].strip("`"), *row[1:]] for row in rows if len(row) == 6]
+
+
+def test_own_hardware() -> None:
+    x = loads(BASE.replace("h100-sxm", OWN))
+    gpu = x.cluster.device
+    assert (gpu.name, gpu.kind, gpu.capability, gpu.processors) == ("mine", "hopper", (9, 0), 100)
+    assert (gpu.memory, gpu.memory_rate, gpu.peak) == (60 * 2**30, 3e12, {"bf16": 500e12})
+    assert str(x.cluster.gpu) == "mine"
+    assert layout.link_rate(x, "nvlink") == 300e9 and layout.link_rate(x, "ib") == 40e9
+    over = loads(BASE.replace("h100-sxm", OWN), "x.yaml", ("cluster.links={ib: 20GB/s}",))
+    assert layout.link_rate(over, "ib") == 20e9 and layout.link_rate(over, "nvlink") == 300e9
 
 
 def test_the_reference_has_every_key_once():

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from dtrain import hardware
 from dtrain.hardware import nearest
 from dtrain.layout import checks, placement, rules
 from dtrain.layout.checks import check_place
@@ -113,7 +112,7 @@ def _similar(path: Path) -> str:
 def _filled(layout: Layout, stem: str) -> Layout:
     """The layout with its open defaults filled in."""
     cluster, shard, run, optim = layout.cluster, layout.shard, layout.run, layout.optim
-    links = {k: Link.model_construct(rate=rate) for k, rate in hardware.GPUS[cluster.gpu].links.items()}
+    links = {k: Link.model_construct(rate=rate) for k, rate in cluster.device.links.items()}
     cluster = cluster.model_copy(
         update={
             "links": links | cluster.links,

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import torch
 
-from dtrain import hardware, ops
+from dtrain import ops
 from dtrain.axes import ParamTree
 from dtrain.layout.derived import data_parallel, family, lengths, stages
 from dtrain.layout.errors import at, divisors, fail, listed, show_dims
@@ -44,7 +44,7 @@ def check_run(layout: Layout) -> None:
         fail(layout, "run.loss_scale", f"is for precision: fp16 only, not {run.precision}; remove it")
     if run.loss_scale is not None and not run.loss_scale.least <= run.loss_scale.start <= run.loss_scale.most:
         fail(layout, "run.loss_scale.start", f"{run.loss_scale.start:g}; must lie between least and most")
-    peak = hardware.GPUS[layout.cluster.gpu].peak
+    peak = layout.cluster.device.peak
     if peak and run.precision not in peak:
         have = [p for p in get_args(Run.model_fields["precision"].annotation) if p in peak]
         fail(layout, "run.precision", f"{run.precision}; {layout.cluster.gpu} computes in {', '.join(have)}")
@@ -72,7 +72,7 @@ def check_run(layout: Layout) -> None:
 
 def check_kernels(layout: Layout, module: ModuleType, cfg: Any) -> None:
     """Whether the layout's GPU can do the attention kernel that was asked for, for this model."""
-    kernel, gpu = layout.kernels.attention, hardware.GPUS[layout.cluster.gpu]
+    kernel, gpu = layout.kernels.attention, layout.cluster.device
     if kernel in ("auto", "math") or not hasattr(cfg, "attention"):  # a model of the user's own may have none
         return
     if kernel == "cudnn" and layout.run.deterministic:

@@ -29,7 +29,7 @@ def first(error: ValidationError, where: Where) -> LayoutError:
         return 0 if item["type"] == "extra_forbidden" else 2 if item["type"] == "missing" else 1
 
     item = min(error.errors(include_url=False), key=order)
-    loc = [part for part in item["loc"] if part not in ("[key]", "fields")]
+    loc = [part for part in item["loc"] if part not in ("[key]", "[name]", "[table]", "fields")]
     path = ".".join(str(part) for part in loc)
     spot = place(where, path)
     if item["type"] == "extra_forbidden":
@@ -125,6 +125,11 @@ def _allowed(path: str) -> str:
         "run": "{steps: ...}",
         "run.steps": "a whole number",
         "run.profile.steps": "[first, last]",
+        "cluster.gpu.name": "how reports call it",
+        "cluster.gpu.kind": "volta, ampere, hopper or blackwell",
+        "cluster.gpu.processors": "its streaming multiprocessors, a whole number",
+        "cluster.gpu.memory": "a size such as 79GiB",
+        "cluster.gpu.peak": "{bf16: 989TFLOP/s, ...}, dense",
     }.get(path, "a whole number of at least 1" if path.endswith(".size") else "a rate such as 50GB/s")
 
 

@@ -13,10 +13,12 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     PlainSerializer,
     PlainValidator,
     PrivateAttr,
+    Tag,
 )
 
 from dtrain import hardware
@@ -66,6 +68,12 @@ def _gpu(name: str) -> str:
     return hardware.gpu(name).name
 
 
+def _own_name(name: str) -> str:
+    if not name or name in (*hardware.GPUS, *hardware.ALIASES):
+        raise ValueError("is in the catalog; give your own hardware another name, or write gpu: NAME alone")
+    return name
+
+
 def _link(value: object) -> object:
     return value if isinstance(value, (dict, BaseModel)) else {"rate": value}
 
@@ -83,6 +91,7 @@ NotNegative = Annotated[float, Field(ge=0)]
 Below1 = Annotated[float, Field(ge=0, lt=1)]
 Dim = Annotated[str, AfterValidator(_known(DIMS))]
 Axis = Annotated[str, AfterValidator(_known(AXES))]
+Precision = Annotated[str, AfterValidator(_known(hardware.PRECISIONS))]
 LinkName = Annotated[str, AfterValidator(_known(LINKS))]
 DimList = Annotated[tuple[Dim, ...], BeforeValidator(_one_or_many), AfterValidator(_once)]
 Table: TypeAlias = dict[Axis, DimList]
@@ -95,12 +104,38 @@ class Link(Section):
     per_node: Count | None = None
 
 
+class OwnGpu(Section):
+    """A GPU that is not in the catalog: peaks as its datasheet says them, dense."""
+
+    name: Annotated[str, AfterValidator(_own_name)]
+    memory: Annotated[int, PlainValidator(hardware.parse_size)]
+    memory_rate: Annotated[float, PlainValidator(hardware.parse_rate)]
+    peak: dict[Precision, Annotated[float, PlainValidator(hardware.parse_flops)]]
+    links: dict[LinkName, Annotated[float, PlainValidator(hardware.parse_rate)]] = {}
+    kind: Literal["volta", "ampere", "hopper", "blackwell"]
+    processors: Count
+
+    def __str__(self) -> str:
+        return self.name
+
+
 class Cluster(Section):
     nodes: Count = 1
     gpus_per_node: Count = 1
-    gpu: Annotated[str, AfterValidator(_gpu)] = "cpu"
+    gpu: Annotated[
+        Annotated[str, AfterValidator(_gpu), Tag("[name]")] | Annotated[OwnGpu, Tag("[table]")],
+        Discriminator(lambda v: "[table]" if isinstance(v, (dict, BaseModel)) else "[name]"),
+    ] = "cpu"
     links: dict[LinkName, Annotated[Link, BeforeValidator(_link)]] = {}
     nvlink_domain: Count | None = None
+
+    @property
+    def device(self) -> hardware.Gpu:
+        """The GPU, of the catalog or the layout's own."""
+        if isinstance(self.gpu, str):
+            return hardware.gpu(self.gpu)
+        g = self.gpu
+        return hardware.Gpu(g.name, g.memory, g.memory_rate, g.peak, g.links, g.kind, g.processors)
 
 
 class MeshDim(Section):

@@ -9,24 +9,12 @@ library that picks a smaller tile pays less, so it is a bound and never an error
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from dtrain.layout.derived import family, lengths, pad
 from dtrain.layout.schema import Layout
 
 TILE, SLICE, WIDE = 128, 64, 512
-# Multiprocessors of each GPU, by the datasheets named in `dtrain.hardware`.
-PROCESSORS: Mapping[str, int] = {
-    "v100-16": 80,
-    "v100-32": 80,
-    "a100-40": 108,
-    "a100-80": 108,
-    "h100-sxm": 132,
-    "h100-pcie": 114,
-    "h200": 132,
-    "b200": 148,
-    "gb200": 148,
-}
 
 
 def padding(n: int, multiple: int) -> float:
@@ -43,7 +31,7 @@ def product_cost(rows: int, columns: int, processors: int) -> float:
 
 def shape_notes(layout: Layout) -> list[str]:
     """One line a shape; nothing for CPUs or where all fit."""
-    return [] if layout.cluster.gpu == "cpu" else list(_notes(layout))
+    return [] if layout.cluster.device.kind == "cpu" else list(_notes(layout))
 
 
 def _notes(layout: Layout) -> Iterator[str]:
@@ -72,7 +60,7 @@ def _notes(layout: Layout) -> Iterator[str]:
     if head_dim % SLICE:
         yield f"head_dim {head_dim} {_extra(head_dim, SLICE)} in attention's products"
     if heads and ways("heads") > 1 and heads * head_dim < WIDE:
-        tokens, processors = layout.data.microbatch * layout.data.seq, PROCESSORS[layout.cluster.gpu]
+        tokens, processors = layout.data.microbatch * layout.data.seq, layout.cluster.device.processors
         cost = product_cost(tokens, heads * head_dim, processors)
         yield (
             f"{written('heads')} x head_dim {head_dim} = {heads * head_dim} is narrow (below {WIDE}): with {tokens} "

@@ -14,7 +14,7 @@ from dtrain import layout as layouts
 from dtrain.axes import inherit
 from dtrain.layout import Layout, RematBudget
 from dtrain.mesh import Mesh, flat_index
-from dtrain.program.cost import Rates
+from dtrain.program.cost import UNKNOWN, Rates
 from dtrain.program.interpret import unit_segment
 from dtrain.program.lower import Job, act_shape, store_tree
 from dtrain.program.remat import Budget
@@ -108,10 +108,6 @@ def plan(layout: Layout) -> Plan:
     )
 
 
-# FLOP/s and bytes/s where a device's peaks are unknown (a CPU): only their ratio matters.
-_UNKNOWN = (1e11, 1e10)
-
-
 def budget(layout: Layout, job: Job, size: int, lists: Sequence[Sequence[Action]]) -> Budget:
     """`run.remat: {budget: ...}` for lowering. Raises LayoutError where the segments' inputs alone exceed it."""
     moments = [m for actions in lists for m in held(actions, job.layers)]
@@ -125,7 +121,7 @@ def budget(layout: Layout, job: Job, size: int, lists: Sequence[Sequence[Action]
             f"{hardware.show_size(least)} on the fullest rank; allow at least that, or use a smaller data.microbatch",
         )
     calls = [Counter(unit_segment(a.unit, job.layers)[0] for a in actions if a.kind == "F") for actions in lists]
-    gpu = hardware.gpu(layout.cluster.gpu)
+    gpu = layout.cluster.device
     wire = {
         group: (
             job.mesh.product(group.split(".")),
@@ -133,7 +129,7 @@ def budget(layout: Layout, job: Job, size: int, lists: Sequence[Sequence[Action]
         )
         for group in job.trace_dims
     }
-    rates = Rates(gpu.peak.get(layout.run.precision, _UNKNOWN[0]), gpu.memory_rate or _UNKNOWN[1], wire)
+    rates = Rates(gpu.peak.get(layout.run.precision, UNKNOWN[0]), gpu.memory_rate or UNKNOWN[1], wire)
     return Budget(size, moments, {s: max(c[s] for c in calls) for s in ("embed", "block")}, rates)
 
 

@@ -1,20 +1,29 @@
-"""What a node of a graph costs: FLOPs, bytes, and the seconds that follow from a machine's peak rates.
-
-Peak rates make these lower bounds; they serve to compare choices, not to predict a run.
-"""
+"""What a graph costs, counted off its nodes: FLOPs, bytes on the wire, and the kernels that run it with the bytes
+that each reads and writes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, fx
 
 from dtrain.program import passes
 
+PRODUCTS = ("mm", "addmm", "bmm")
+VIEWS = (
+    "view", "_unsafe_view", "t", "transpose", "permute", "expand", "detach", "alias", "unsqueeze", "squeeze",
+    "slice", "select", "split", "split_with_sizes", "unbind", "chunk",
+)  # fmt: skip
+
 # Half the products of a causal attention are masked away, and fused kernels leave them out.
 _CAUSAL = 0.5
+
+
+# FLOP/s and bytes/s where a device's peaks are unknown (a CPU): only their ratio matters.
+UNKNOWN = (1e11, 1e10)
 
 
 @dataclass(frozen=True)
@@ -40,8 +49,8 @@ def flops(node: fx.Node) -> float:
     computed again), each 2 b h s t d, halved under a causal mask (Dao 2023, arXiv 2307.08691, section 4.1).
     """
     name = passes.op_name(node)
-    inputs = [a.meta["val"] for a in node.all_input_nodes if isinstance(a.meta.get("val"), Tensor)]
-    if name in ("mm", "bmm", "addmm"):
+    inputs = [a.meta["val"] for a in node.args if isinstance(a, fx.Node)]
+    if name in PRODUCTS:
         return float(2 * math.prod(node.meta["val"].shape) * inputs[-2].shape[-1])
     if name in ("attention", "attention_backward"):
         q, k = inputs[:2] if name == "attention" else inputs[1:3]
@@ -59,3 +68,190 @@ def sent(node: fx.Node, ranks: int) -> float:
     if name == "reduce_scatter_tensor":
         whole *= ranks
     return whole * (ranks - 1) / ranks * (2 if name == "all_reduce" else 1)
+
+
+def solid(node: fx.Node) -> bool:
+    """Whether a node reads its inputs from memory and writes its result there: a product, attention or a collective
+    (and what they return), or a view of what such a node reads."""
+    name = passes.op_name(node) if node.op == "call_function" else ""
+    if name in VIEWS or name == "getitem":
+        return any(map(solid, node.users))
+    return name in (*PRODUCTS, "attention", "attention_backward", "wait_tensor") or passes.is_collective(node)
+
+
+# ---------------------------------------------------------------------------------------------------- kernels
+
+_SUMS = ("mean", "sum", "amax", "max", "argmax", "logsumexp", "var", "var_mean", "any", "_softmax", "_log_softmax")
+# They read rows of their first input, as many as their result has.
+_LOOKUPS = ("embedding", "index", "index_select", "gather")
+_SCATTERS = ("embedding_dense_backward", "index_put", "scatter", "scatter_add", "index_add", "_index_put_impl_")
+# A value that is read more than once is written when computing it again would read more than this many tensors
+# (Inductor's `realize_reads_threshold`).
+_READS = 4
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A launch on a GPU. `node` is its product, attention or collective, or else the last node of a fused chain; `read`
+    and `written` bytes of memory; `steps` how many 32-bit instructions its pointwise work takes, over all elements, and
+    `wide` how many in float64."""
+
+    node: fx.Node
+    read: int
+    written: int
+    steps: float = 0.0
+    wide: float = 0.0
+
+
+def kernels(graph: fx.Graph, fused: bool = True) -> list[Kernel]:
+    """The kernels of a graph in order, collectives among them (waits are none).
+
+    Fused, as Inductor does it: pointwise work is computed where it is read. Values are written for an operation that is
+    not fused, for the graph's caller, for a reduction's readers, and where computing them again would read more than
+    four tensors. What is written at the same depth (operations on its way that are not fused) from common inputs is
+    one kernel, which reads each input once; sums over columns are kernels of their own. Tables that depend on nothing
+    are only read (`compile` computes them once).
+
+    Not fused, every operation but a view reads its inputs and writes its result.
+    """
+    return _fused(graph) if fused else _apart(graph)
+
+
+def _apart(graph: fx.Graph) -> list[Kernel]:
+    out = []
+    for node in graph.nodes:
+        name = passes.op_name(node) if node.op == "call_function" else ""
+        if name and name not in (*VIEWS, "getitem", "wait_tensor"):
+            out.append(Kernel(node, sum(_seen(node, a) for a in node.all_input_nodes), _result(node), *_work([node])))
+    return out
+
+
+def _seen(reader: fx.Node, read: fx.Node) -> int:
+    """Bytes of an input that a node touches."""
+    return min(size(read), _result(reader)) if passes.op_name(reader) in _LOOKUPS else size(read)
+
+
+def _result(node: fx.Node) -> int:
+    """Bytes of a node's results, of all of them where it has several."""
+    value = node.meta.get("val")
+    parts = value if isinstance(value, (tuple, list)) else [value]
+    return sum(v.numel() * v.element_size() for v in parts if isinstance(v, Tensor))
+
+
+def _work(nodes: Iterable[fx.Node]) -> tuple[float, float]:
+    """32-bit instructions and float64 ones of pointwise nodes. A 64-bit integer takes about three of the first."""
+    steps = wide = 0.0
+    for node in nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and not solid(node):
+            if value.dtype == torch.float64:
+                wide += value.numel()
+            else:
+                steps += value.numel() * (3 if value.dtype == torch.int64 else 1)
+    return steps, wide
+
+
+@dataclass(frozen=True)
+class _Value:
+    """What computing a value means: `leaves` are the stored tensors that it reads, each with the bytes of the views
+    that it reads them through; `body` the nodes that it computes; `depth` how many operations that are not fused come
+    before it."""
+
+    leaves: Mapping[fx.Node, Mapping[fx.Node, int]]
+    body: tuple[fx.Node, ...]
+    depth: int
+
+
+def _fused(graph: fx.Graph) -> list[Kernel]:
+    values: dict[fx.Node, _Value] = {}
+    stored: dict[fx.Node, None] = {}  # values that are written, each by a kernel
+    constant: set[fx.Node] = set()
+    tables: set[fx.Node] = set()  # constants that are costly, so kept
+    base: dict[fx.Node, fx.Node] = {}  # the tensor that a view is of
+    for node in graph.nodes:
+        name, inputs = passes.op_name(node) if node.op == "call_function" else "", node.all_input_nodes
+        if not name:
+            continue
+        if node.op == "call_function" and all(a in constant for a in inputs):
+            constant.add(node)
+            if name in ("cos", "sin") or any(a in tables for a in inputs):
+                tables.add(node)
+        elif name in (*VIEWS, "getitem", "wait_tensor"):
+            base[node] = base.get(inputs[0], inputs[0])
+        elif solid(node):
+            depth = max((values[w].depth for w in (base.get(a, a) for a in inputs) if w in values), default=0)
+            values[node] = _Value({}, (), depth + 1)
+            stored[node] = None
+        else:
+            leaves: dict[fx.Node, dict[fx.Node, int]] = {}
+            body: dict[fx.Node, None] = {}
+            depth = 0
+            for a in inputs:
+                whole = base.get(a, a)
+                value = values.get(whole)
+                depth = max(depth, value.depth if value else 0)
+                if value and whole not in stored:
+                    body.update(dict.fromkeys(value.body))
+                    for leaf, views in value.leaves.items():
+                        leaves.setdefault(leaf, {}).update(views)
+                elif a not in constant or a in tables:
+                    leaves.setdefault(whole, {})[a] = _seen(node, a)
+            values[node] = _Value(leaves, (*body, node), depth)
+            large = sum(8 * size(leaf) > size(node) for leaf in leaves)
+            again = len(node.users) > 1 and large > _READS
+            if again or name in _SUMS or name in _SCATTERS or _needed(node):
+                stored[node] = None
+    return _grouped(list(stored), values, base)
+
+
+def _needed(node: fx.Node) -> bool:
+    """Whether an operation that is not fused reads a value, or the graph's caller, perhaps through views."""
+    return any(
+        u.op == "output" or solid(u) or (passes.op_name(u) in (*VIEWS, "getitem") and _needed(u)) for u in node.users
+    )
+
+
+def _columns(node: fx.Node) -> bool:
+    """Whether a reduction sums over columns: the last dimension is still there."""
+    if passes.op_name(node) not in _SUMS:
+        return False
+    before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    return bool(after.ndim and before.shape[-1] == after.shape[-1] and before.numel() > after.numel())
+
+
+def _grouped(
+    order: Sequence[fx.Node], values: Mapping[fx.Node, _Value], base: Mapping[fx.Node, fx.Node]
+) -> list[Kernel]:
+    """Stored values that one kernel computes, as kernels."""
+    group = {node: node for node in order}
+
+    def first(node: fx.Node) -> fx.Node:
+        while group[node] is not node:
+            node = group[node]
+        return node
+
+    meeting: dict[tuple[fx.Node, int], fx.Node] = {}  # a value that reads or is this tensor, by depth
+    for node in order:
+        if not solid(node) and not _columns(node):
+            for leaf in (node, *values[node].leaves):
+                group[first(node)] = first(meeting.setdefault((leaf, values[node].depth), node))
+    members: dict[fx.Node, list[fx.Node]] = {}
+    for node in order:
+        members.setdefault(first(node), []).append(node)
+    outside = {
+        leaf for node in order for leaf in values[node].leaves if leaf in group and first(leaf) is not first(node)
+    }
+    out = {}
+    for nodes in members.values():
+        views: dict[fx.Node, dict[fx.Node, int]] = {}
+        for node in nodes:
+            for leaf, seen in values[node].leaves.items():
+                if leaf not in nodes:
+                    views.setdefault(leaf, {}).update(seen)
+        if solid(nodes[0]):
+            views = {base.get(a, a): {a: size(a)} for a in nodes[0].all_input_nodes}
+        read = sum(min(_result(leaf), sum(seen.values())) for leaf, seen in views.items())
+        written = sum(_result(node) for node in nodes if solid(node) or node in outside or _needed(node))
+        body = dict.fromkeys(n for node in nodes for n in values[node].body)
+        out[nodes[-1]] = Kernel(nodes[-1], read, written, *_work(body))
+    return [out[node] for node in order if node in out]

@@ -131,27 +131,67 @@ def divide(j: Joint, save: Save) -> Division:
 def split_joint(j: Joint, save: Save) -> dict[str, Cut]:
     """Cut a joint graph into `forward`, `backward` and backward's halves `backward_input` and `backward_weight`.
 
-    What backward reads of forward is kept where `save` allows and else computed again, just before its first use.
+    What backward reads of forward is kept where `save` allows and else computed again, just before its first use, as
+    is whatever else does not depend on the gradient.
     """
     y, *grads = results_of(j.graph)
     saved = divide(j, save).saved
     saved_names = {n: f"saved:{i}" for i, n in enumerate(saved)}
     out = {"forward": build(j.graph, j.name_of, [y, *saved], ("y", *saved_names.values()))}
     labels = tuple(f"grad:{w}" for w in j.wrt)
-    out["backward"] = build(j.graph, {**j.name_of, **saved_names}, grads, labels, late=j.forward)
+    out["backward"] = build(j.graph, {**j.name_of, **saved_names}, grads, labels, late=_before_backward(j))
     out.update(_halves(out["backward"]))
     return out
 
 
 def join(j: Joint) -> dict[str, Cut]:
-    """A joint graph as `forward` and as `backward` with the forward in it: y and the gradients, each forward value
-    just before its first use."""
+    """A joint graph as `forward` and as `backward` with the forward in it: y and the gradients, what does not depend
+    on the gradient just before its first use: of a loss in chunks, one chunk is there at a time."""
     y, *grads = results_of(j.graph)
     labels = tuple(f"grad:{w}" for w in j.wrt)
-    return {
-        "forward": build(j.graph, j.name_of, [y], ("y",)),
-        "backward": build(j.graph, j.name_of, [y, *grads], ("y", *labels), late=j.forward),
-    }
+    both = build(j.graph, j.name_of, [y, *grads], ("y", *labels), late=_before_backward(j))
+    return {"forward": build(j.graph, j.name_of, [y], ("y",)), "backward": add_products(both)}
+
+
+def _before_backward(j: Joint) -> Container[fx.Node]:
+    """The nodes of a joint graph that do not depend on the gradient that comes in."""
+    after = {h for h, name in j.name_of.items() if name == "grad"}
+    for node in j.graph.nodes:
+        if any(a in after for a in node.all_input_nodes):
+            after.add(node)
+    return {n for n in j.graph.nodes if n not in after}
+
+
+def add_products(cut: Cut) -> Cut:
+    """Sums of products, as the chunks of a loss leave them for a weight, one after the other: each product adds the
+    sum so far (`addmm`). A compiler would fuse the additions and, to do them all at once, hold all products."""
+    aten, graph = torch.ops.aten, cut.module.graph
+
+    def under(node: fx.Node) -> fx.Node:
+        """What a transposition transposes, where nothing else reads it."""
+        return node.all_input_nodes[0] if op_name(node) == "t" and len(node.users) == 1 else node
+
+    for node in list(graph.nodes):
+        if op_name(node) != "add" or node.kwargs or len(node.all_input_nodes) != 2:
+            continue
+        total, more = node.all_input_nodes
+        last, sum_ = under(more), under(total)
+        flat = (more is last) == (total is sum_)
+        alike = [x.meta["val"] for x in (last, sum_)]
+        if not flat or op_name(last) != "mm" or len(last.users) != 1 or op_name(sum_) not in ("mm", "addmm"):
+            continue
+        if alike[0].shape != alike[1].shape or alike[0].dtype != alike[1].dtype:
+            continue
+        with graph.inserting_before(node):
+            new = graph.call_function(aten.addmm.default, (sum_, *last.args))
+            new.meta = {**last.meta}
+            if more is not last:
+                new = graph.call_function(aten.t.default, (new,))
+                new.meta = {**node.meta}
+        node.replace_all_uses_with(new)
+    graph.eliminate_dead_code()
+    cut.module.recompile()
+    return cut
 
 
 def _halves(backward: Cut) -> dict[str, Cut]:

@@ -26,12 +26,6 @@ POLICIES: Mapping[str, tuple[str, ...]] = {
     "full": (),
 }
 
-_PRODUCTS = ("mm", "addmm", "bmm")
-_VIEWS = (
-    "view", "_unsafe_view", "t", "transpose", "permute", "expand", "detach", "alias", "unsqueeze", "squeeze",
-    "slice", "select", "split", "split_with_sizes", "unbind",
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Budget:
@@ -57,10 +51,10 @@ def kind(node: fx.Node, fixed: Container[fx.Node]) -> str | None:
     if name == "getitem":
         source = node.all_input_nodes[0]
         name = passes.op_name(source)
-        return "attention" if name == "attention" else None if name in _VIEWS else "pointwise"
-    if name in _VIEWS or passes.is_collective(node) or not isinstance(node.meta.get("val"), Tensor):
+        return "attention" if name == "attention" else None if name in cost.VIEWS else "pointwise"
+    if name in cost.VIEWS or passes.is_collective(node) or not isinstance(node.meta.get("val"), Tensor):
         return None
-    if name in _PRODUCTS:
+    if name in cost.PRODUCTS:
         return "matmul" if any(a in fixed for a in node.all_input_nodes) else "scores"
     if name == "wait_tensor":
         gathered = passes.op_name(node.all_input_nodes[0]) == "all_gather_into_tensor"
@@ -135,7 +129,7 @@ def seconds(joint: Joint, nodes: Collection[fx.Node], rates: cost.Rates) -> floa
     """What a choice costs a pass: computing again what is not kept, and writing and reading what is."""
     parts = passes.divide(joint, _only(nodes))
     # Reading what is kept; and writing it, unless forward writes it anyway for an operation that is not fused.
-    moved = sum(cost.size(n) * (1 if _solid(n) or any(map(_solid, n.users)) else 2) for n in parts.saved)
+    moved = sum(cost.size(n) * (1 if cost.solid(n) or any(map(cost.solid, n.users)) else 2) for n in parts.saved)
     out = 0.0
     for node in parts.again:
         if passes.is_collective(node):
@@ -143,19 +137,8 @@ def seconds(joint: Joint, nodes: Collection[fx.Node], rates: cost.Rates) -> floa
             out += cost.sent(node, ranks) / rate
         elif kind(node, joint.fixed) == "pointwise" and node not in joint.fixed:
             # Chains of pointwise work are fused: only their ends are written, for an operation that is not.
-            if any(_solid(reader) for reader in node.users):
+            if any(cost.solid(reader) for reader in node.users):
                 moved += 2 * cost.size(node)
         else:
             out += cost.flops(node) / rates.flops
     return out + moved / rates.memory
-
-
-def _solid(node: fx.Node) -> bool:
-    """Whether a node reads its inputs from memory and writes its result there: a product, attention or a collective
-    (and what they return), or a view of what such a node reads."""
-    name = passes.op_name(node) if node.op == "call_function" else ""
-    if name in _VIEWS or name == "getitem":
-        return any(map(_solid, node.users))
-    return name in ("mm", "addmm", "bmm", "attention", "attention_backward", "wait_tensor") or passes.is_collective(
-        node
-    )
