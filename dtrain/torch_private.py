@@ -81,5 +81,9 @@ def cpp_compiler() -> str | None:
 
 
 def inductor_compile(graph: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-    """One static-shape graph through Inductor, or out of its cache on disk."""
-    return torch._inductor.standalone_compile(graph, examples, dynamic_shapes="from_example_inputs")
+    """One static-shape graph through Inductor, or out of its cache on disk. Its own reordering is off: it would put
+    each wait right behind its collective."""
+    from torch._inductor import config
+
+    with config.patch(reorder_for_locality=False, reorder_for_peak_memory=False):
+        return torch._inductor.standalone_compile(graph, examples, dynamic_shapes="from_example_inputs")

@@ -108,6 +108,28 @@ def test_recomputation_stands_before_its_reader() -> None:
     assert max(readers[n] - order.index(n) for n in exp) < len(order) - 1
 
 
+@pytest.mark.parametrize("more", [(), ("shard.compute.res_seq=[]",)], ids=["sequence-parallel", "tensor-parallel"])
+def test_gradients_of_weights_are_computed_while_the_gradient_of_x_is_summed(more: tuple[str, ...]) -> None:
+    """Of Llama's seven products for weights, all stand between a collective's start and its wait, and the values are
+    the same (the equality tests run this graph against one device)."""
+    block = tiny.program("llama", "tp2", more).segments["block"]
+    graph = block.graphs["backward"].module.graph
+    weights = {block.graphs["backward"].outputs.index(f"grad:params:{n}"): n for n in block.stored if n[0] == "w"}
+    grads = passes.results_of(graph)
+    of_weight = {n: weights[i] for i, g in enumerate(grads) if i in weights for n in passes.ancestors([g])}
+    urgent = passes.ancestors([grads[0]])
+    flying: set[fx.Node] = set()
+    hidden = []
+    for node in graph.nodes:
+        if passes.is_collective(node):
+            flying.add(node)
+        if passes.op_name(node) == "wait_tensor":
+            flying.discard(node.all_input_nodes[0])
+        if passes.op_name(node) == "mm" and node in of_weight and node not in urgent and flying:
+            hidden.append(of_weight[node])
+    assert sorted(hidden) == sorted(weights.values()) and len(hidden) == 7
+
+
 def test_names_of_groups() -> None:
     graph = tiny.segment("llama", "block", "tp2").graphs["forward"].module.graph
     nodes = [n for n in graph.nodes if passes.is_collective(n)]

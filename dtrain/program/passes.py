@@ -141,7 +141,7 @@ def split_joint(j: Joint, save: Save) -> dict[str, Cut]:
     labels = tuple(f"grad:{w}" for w in j.wrt)
     out["backward"] = build(j.graph, {**j.name_of, **saved_names}, grads, labels, late=_before_backward(j))
     out.update(_halves(out["backward"]))
-    return out
+    return {**out, "backward": overlap(out["backward"])}
 
 
 def join(j: Joint) -> dict[str, Cut]:
@@ -194,6 +194,31 @@ def add_products(cut: Cut) -> Cut:
     return cut
 
 
+def overlap(cut: Cut) -> Cut:
+    """A backward in which gradients of parameters are computed while a sum or gather for the gradient of x is on its
+    way: behind a collective's start comes what only they need, and then its wait and what else depends on it.
+    Megatron does so by hand (`LinearWithGradAccumulationAndAsyncCommunication`). Until then what they are made of is
+    held: at most the inputs of the products between two collectives."""
+    graph = cut.module.graph
+    if not any(map(is_collective, graph.nodes)):
+        return cut
+    results = results_of(graph)
+    ends = [n for n, name in zip(results, cut.outputs, strict=True) if not name.startswith("grad:params:")]
+    urgent = ancestors([*ends, *(n for n in graph.nodes if is_collective(n))])
+    holes = dict(zip(graph.find_nodes(op="placeholder"), cut.inputs, strict=True))
+    # Products only: what is pointwise is fused with its like behind the wait, and the earliest place holds for all.
+    products = [n for n in graph.nodes if op_name(n) in ("mm", "addmm", "bmm") and n not in urgent]
+    order: dict[fx.Node, None] = dict.fromkeys(holes)
+    for node in filter(is_collective, graph.nodes):
+        order.update(dict.fromkeys(ancestors([node], graph)))
+        for product in products:
+            needs = ancestors([product], graph)
+            if all(n in order or not (is_collective(n) or op_name(n) == "wait_tensor") for n in needs):
+                order.update(dict.fromkeys(needs))
+    order.update(dict.fromkeys(ancestors(ends, graph)))
+    return build(graph, holes, results, cut.outputs, order=[*order, *graph.nodes])
+
+
 def _halves(backward: Cut) -> dict[str, Cut]:
     """backward -> the part that the previous stage waits for, and the rest."""
     graph = backward.module.graph
@@ -222,9 +247,10 @@ def build(
     results: Iterable[fx.Node],
     outputs: tuple[str, ...],
     late: Container[fx.Node] = (),
+    order: Iterable[fx.Node] | None = None,
 ) -> Cut:
     """The part of `graph` that computes `results` from the nodes in `given` (only those used become inputs),
-    in the original order, except that nodes in `late` stand just before their first reader."""
+    in `order` (by default the graph's), except that nodes in `late` stand just before their first reader."""
     results = list(results)
     needed: set[fx.Node] = set()
     stack = list(results)
@@ -247,7 +273,7 @@ def build(
                 emit(a)
         env[node] = new.node_copy(node, lambda a: env[a])
 
-    for node in graph.nodes:
+    for node in graph.nodes if order is None else order:
         if node in needed and node not in env and node not in late:
             emit(node)
     for node in results:
