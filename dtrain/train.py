@@ -111,6 +111,7 @@ def data_config(plan: Plan) -> data.DataConfig:
     """What to read for a plan; a model with fields beyond tokens and labels is a masked one."""
     d, run = plan.layout.data, plan.layout.run
     masked = not {*plan.job.module.BATCH} <= {"tokens", "labels", "sample"}
+    held = d.validation
     return data.DataConfig(
         source=d.source,
         seq=d.seq,
@@ -119,7 +120,22 @@ def data_config(plan: Plan) -> data.DataConfig:
         seed=run.seed,
         paths=d.path,
         objective="masked" if masked else "causal",
-        validation=d.validation.fraction,
+        validation=0.0 if held.path else held.fraction,
+        field=d.field or "",
+        dtype=d.dtype,
+        mix=tuple(data.From(m.source, m.path, m.field or "", m.dtype, m.weight, m.epochs) for m in d.mix),
+        tokenizer=d.tokenizer,
+        bos=d.bos,
+        eos=d.eos,
+        chat=d.chat,
+        packing=d.packing,
+        document_mask=d.document_mask,
+        bad=d.bad,
+        masking=data.Masking(d.masking.unit, d.masking.ngram),
+        split=held.split,
+        valid_paths=held.path,
+        stride=held.stride or 0,
+        steps=run.steps,
     )
 
 
@@ -365,7 +381,7 @@ def has_head(r: Run) -> bool:
 def read(r: Run, index: int, split: Any) -> Batch:
     """This rank's rows of a global batch (the first has index 0), on its device."""
     batch = data.batch(r.source, index, plans.rows(r.plan, r.place.at), split)
-    return {k: batch[k].to(r.place.device) for k in r.plan.job.module.BATCH}
+    return {k: batch[k].to(r.place.device) for k in r.plan.job.fields}
 
 
 def global_counts(r: Run, mine: Callable[[], Batch]) -> dict[str, Tensor]:

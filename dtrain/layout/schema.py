@@ -188,19 +188,60 @@ class Optim(Section):
     eps: Positive = 1e-8
 
 
+Paths = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
+FILES = ("text", "jsonl", "parquet", "arrow", "megatron", "tokens")  # sources that read files
+SourceName = Literal["stdlib", "synthetic", "text", "jsonl", "parquet", "arrow", "megatron", "tokens"]
+TokenType = Literal["uint8", "uint16", "int16", "int32", "uint32", "int64"]
+
+
+def _mark(value: object) -> object:
+    if isinstance(value, (bool, str)) or (isinstance(value, int) and value >= 0):
+        return value
+    raise ValueError("must be true, false, the name of a special token, or an id (source: tokens)")
+
+
 class Validation(Section):
     fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.05
     batches: Count = 4
+    split: Literal["blocks", "documents"] = "blocks"
+    path: Paths = ()
+    stride: Count | None = None
+
+
+class Mixed(Section):
+    """One source of a mixture."""
+
+    source: SourceName
+    path: Paths = ()
+    field: str | None = None
+    dtype: TokenType = "uint16"
+    weight: Positive | None = None
+    epochs: Positive | None = None
+
+
+class Masking(Section):
+    unit: Literal["token", "word"] = "token"
+    ngram: Annotated[int, Field(ge=1, le=8)] = 1
 
 
 class Data(Section):
-    source: Literal["stdlib", "synthetic", "text", "jsonl"] = "stdlib"
-    path: Annotated[tuple[str, ...], BeforeValidator(_one_or_many)] = ()
+    source: SourceName = "stdlib"
+    path: Paths = ()
+    field: str | None = None
+    dtype: TokenType = "uint16"
+    mix: Annotated[tuple[Mixed, ...], BeforeValidator(_list)] = ()
     seq: Annotated[int, Field(ge=2)]
     batch: Count
     microbatch: Count = 1
     validation: Validation = Validation()
-    tokenizer: Literal["bytes"] = "bytes"
+    tokenizer: str = "bytes"
+    bos: bool | str = False
+    eos: Annotated[bool | str | int, PlainValidator(_mark)] = True
+    chat: bool = False
+    packing: Literal["concat", "best-fit", "none"] = "concat"
+    document_mask: bool = False
+    masking: Masking = Masking()
+    bad: Literal["error", "skip"] = "error"
 
 
 class LossScale(Section):
