@@ -8,14 +8,17 @@ batches, ahead                   a step's batch, and reading it before it is nee
 pack, show, perplexity           `dtrain data pack`, `dtrain data show`, and what a held-out loss says
 """
 
+from .ahead import Ahead
 from .batches import batch, validation_batches
 from .config import DataConfig, From, Source
 from .errors import DataError
 from .masking import Masking
 from .order import passes, permute
+from .perplexity import report
 from .sources import open_source
 
 __all__ = [
+    "Ahead",
     "DataConfig",
     "DataError",
     "From",
@@ -25,5 +28,6 @@ __all__ = [
     "open_source",
     "passes",
     "permute",
+    "report",
     "validation_batches",
 ]

@@ -23,8 +23,8 @@ from .sources import synthetic
 
 @dataclass(frozen=True)
 class Read:
-    """A sequence as it was read: `ids` (with one more than the sequence for a causal model, for its labels), how many
-    of them count, which are targets (None: all), and where in it documents begin (None: not asked)."""
+    """A sequence as it was read: `ids` (with one more than the sequence for a causal model), the `labels` of a causal
+    model, how many tokens `count`, and where in it documents begin (None: not asked)."""
 
     ids: Long
     labels: Long | None
@@ -80,7 +80,8 @@ def _read(source: Source, sample: int, split: Literal["train", "valid"]) -> Read
     number = place(part, index, split)
     n = length(cfg)
     if part.stream is None:
-        return Read(synthetic(cfg, number * stride(cfg), source.special.ordinary).numpy(), None, n, None)
+        ids = synthetic(cfg, number * stride(cfg), source.special.ordinary).numpy()
+        return Read(ids, ids[1:], n, None)
     if part.bins is not None:
         return _from_bins(source, part, number)
     begin = number * (part.stride or stride(cfg))
@@ -123,12 +124,10 @@ def _from_bins(source: Source, part: Part, number: int) -> Read:
 
 def _causal(source: Source, ids_BL: Tensor, read: Sequence[Read]) -> dict[str, Tensor]:
     """Labels shifted before the cut; where documents are apart, the last token of one predicts nothing."""
-    tokens_BS = ids_BL[:, :-1].contiguous()
-    labels_BS = ids_BL[:, 1:].contiguous()
+    tokens_BS = ids_BL[:, :-1].clone()
+    labels_BS = torch.from_numpy(np.stack([r.labels for r in read if r.labels is not None]))
     start_BS = torch.zeros_like(tokens_BS)
     for row, r in enumerate(read):
-        if r.labels is not None:
-            labels_BS[row] = torch.from_numpy(r.labels)
         if r.begins is not None:
             begins = torch.from_numpy(r.begins)
             inside = begins[(begins > 0) & (begins < start_BS.shape[1])]

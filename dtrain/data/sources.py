@@ -51,7 +51,7 @@ def open_source(cfg: DataConfig) -> Source:
     apart: list[Part] = []
     notes: list[str] = []
     for f in given:
-        train, held = _open(cfg, f, mine, faults, notes)
+        train, held = _open(replace(cfg, stride=0), f, mine, faults, notes)
         parts.append(train)
         apart += [held] if held else []
     if cfg.valid_paths:

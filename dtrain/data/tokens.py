@@ -297,18 +297,19 @@ def _some(n: int) -> Iterable[int]:
     return range(0, max(0, n), max(1, n // 1024))
 
 
-def write_index(path: Path, dtype: np.dtype[Any], sizes: Iterable[Ints]) -> None:
-    """An .idx (MMIDIDX) of documents with these sizes, given in blocks and read three times."""
+def write_index(path: Path, dtype: np.dtype[Any], sizes: Ints) -> None:
+    """An .idx (MMIDIDX) of documents with these sizes in tokens, written in blocks; `sizes` may be mapped."""
     code = next(k for k, v in DTYPES.items() if np.dtype(v) == dtype)
-    blocks = list(sizes)
-    n = sum(b.size for b in blocks)
+    n, block = sizes.size, 1 << 20
+    cuts = range(0, n, block)
     with open(path, "wb") as file:
         file.write(_MAPPED + struct.pack("<QBQQ", 1, code, n, n + 1))
-        for b in blocks:
-            file.write(b.astype("<i4").tobytes())
+        for i in cuts:
+            file.write(sizes[i : i + block].astype("<i4").tobytes())
         at = 0
-        for b in blocks:
-            ends = at + np.cumsum(b, dtype=np.int64) * dtype.itemsize
-            file.write(np.concatenate([[at], ends[:-1]]).astype("<i8").tobytes() if b.size else b"")
-            at = int(ends[-1]) if b.size else at
-        file.write(np.arange(n + 1, dtype="<i8").tobytes())
+        for i in cuts:
+            ends = at + np.cumsum(sizes[i : i + block], dtype=np.int64) * dtype.itemsize
+            file.write(np.concatenate([[at], ends[:-1]]).astype("<i8").tobytes())
+            at = int(ends[-1])
+        for i in range(0, n + 1, block):
+            file.write(np.arange(i, min(i + block, n + 1), dtype="<i8").tobytes())
