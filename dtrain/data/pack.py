@@ -113,15 +113,19 @@ def pack(out: str, options: Options, workers: int, say: Callable[[str], None]) -
         rate = (size - before) / seconds / 1e6
         return f"{n:,} documents, {t:,} tokens, {size / 1e6:,.1f} MB of text; {rate:.1f} MB/s, {workers} workers"
 
-    for number, (place, done) in enumerate(_tokenised(files, start, reading, work, workers), 1):
-        for side, sink in enumerate(sinks):
-            sink.write(done, side)
-        left_out += done.left_out
-        if number % _EVERY == 0:
-            _note(journal, _identity(options, files, used), place, left_out, sinks)
-        if time.perf_counter() - told > 2:
-            told = time.perf_counter()
-            say(f"file {place.file + 1} of {len(files)}: {progress()}")
+    try:
+        for number, (place, done) in enumerate(_tokenised(files, start, reading, work, workers), 1):
+            for side, sink in enumerate(sinks):
+                sink.write(done, side)
+            left_out += done.left_out
+            if number % _EVERY == 0:
+                _note(journal, _identity(options, files, used), place, left_out, sinks)
+            if time.perf_counter() - told > 2:
+                told = time.perf_counter()
+                say(f"file {place.file + 1} of {len(files)}: {progress()}")
+    finally:
+        for sink in sinks:
+            sink.close()
     made = [sink.finish(used, bos, eos, options.chat, left_out + reading.counts) for sink in sinks]
     journal.unlink(missing_ok=True)
     say(progress())
@@ -244,7 +248,7 @@ class _Sink:
         for suffix, length in lengths.items():
             path = Path(f"{prefix}{suffix}.part")
             path.touch()
-            file = open(path, "r+b")  # noqa: SIM115
+            file = open(path, "r+b")  # noqa: SIM115 - `close` closes it
             file.truncate(length)  # what was written after the journal's last entry is done again
             file.seek(length)
             self.files[suffix] = file
@@ -263,12 +267,13 @@ class _Sink:
             file.flush()
             os.fsync(file.fileno())
 
+    def close(self) -> None:
+        for file in self.files.values():
+            file.close()
+
     def finish(
         self, used: Tokenizer, bos: int | None, eos: int | None, chat: bool, left_out: Mapping[str, int]
     ) -> Manifest:
-        self.flush()
-        for file in self.files.values():
-            file.close()
         counted = Path(f"{self.prefix}.sizes.part")
         sizes = np.memmap(counted, np.int32, "r") if counted.stat().st_size else np.zeros(0, np.int32)
         write_index(Path(f"{self.prefix}.idx"), self.dtype, sizes)

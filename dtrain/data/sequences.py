@@ -79,6 +79,8 @@ def _pieces(source: Stream, length: int, shift: int) -> tuple[Long, Long, int]:
 def fit(counts: Long, length: int) -> Long:
     """Best-fit decreasing: the bin of each item (1..length tokens), bins of `length`. Items of one size are placed
     together, so the time grows with the number of different sizes."""
+    if not len(counts):
+        return np.zeros(0, np.int64)
     order = np.argsort(-counts, kind="stable")
     sizes, starts = np.unique(-counts[order], return_index=True)
     ends = np.append(starts[1:], len(order))

@@ -311,10 +311,11 @@ def _prefixes(f: From) -> list[str]:
 def _token_shard(
     cfg: DataConfig, f: From, path: str, mine: Tokenizer, notes: list[str]
 ) -> tuple[Shard, manifest.Manifest | None]:
-    shard = tokens.open_megatron(path) if f.source == "megatron" else tokens.open_array(path, f.dtype)
     about = manifest.read(path) if f.source == "megatron" else None
     if about is not None:
         manifest.check(path, about)
+    shard = tokens.open_megatron(path) if f.source == "megatron" else tokens.open_array(path, f.dtype)
+    if about is not None:
         if about.highest >= cfg.vocab:
             raise DataError(
                 f"model.vocab: {cfg.vocab} is smaller than what {path} needs: its highest id is {about.highest:,}, its "
