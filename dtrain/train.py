@@ -156,7 +156,7 @@ def schedule(layout: Layout) -> optim.Schedule:
 
 def check_same(now: Layout, source: data.Source, record: Record) -> dict[str, str]:
     """What a run that goes on changes, by key. Raises RunError where that would be another run."""
-    forbidden, changed = checkpoint.compare(record.layout, as_dict(now))
+    forbidden, changed = checkpoint.compare(layout.completed(record.layout), as_dict(now))
     where = f"{now.run.folder}/step-{record.step}"
     if forbidden:
         lines = [f"{key} {change} ({layout.at(now, key)})" for key, change in forbidden.items()]

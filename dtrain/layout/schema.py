@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin
 
 from pydantic import (
@@ -340,6 +341,20 @@ def section_of(annotation: Any) -> type[Section] | None:
         return annotation
     found = [section_of(a) for a in get_args(annotation)]
     return next((s for s in found if s is not None), None)
+
+
+def completed(values: Mapping[str, Any], section: type[Section] = Layout) -> dict[str, Any]:
+    """A layout as plain JSON values that an earlier version wrote, with the defaults of the keys that came since."""
+    out = dict(values)
+    for key, info in section.model_fields.items():
+        inner = section_of(info.annotation)
+        if isinstance(out.get(key), Mapping) and inner is not None and not is_table(info.annotation):
+            out[key] = completed(out[key], inner)
+        elif key not in out and not info.is_required():
+            default = info.get_default()
+            out[key] = json.loads(default.model_dump_json()) if isinstance(default, BaseModel) else default
+            out[key] = list(default) if isinstance(default, tuple) else out[key]
+    return out
 
 
 def is_table(annotation: Any) -> bool:
