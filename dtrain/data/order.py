@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -23,7 +24,7 @@ def permute(index: int, n: int, state: int) -> int:
     """
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
-    keys = [rng.fold_int(state, r) for r in range(_ROUNDS)]
+    keys = _keys(state)
     while True:
         left, right = index >> half, index & mask
         for key in keys:
@@ -31,6 +32,12 @@ def permute(index: int, n: int, state: int) -> int:
         index = left << half | right
         if index < n:
             return index
+
+
+@functools.lru_cache(maxsize=64)
+def _keys(state: int) -> tuple[int, ...]:
+    """The keys of each round: those of an epoch, which all its samples have in common, are made once."""
+    return tuple(rng.fold_int(state, r) for r in range(_ROUNDS))
 
 
 def locate(source: Source, sample: int, split: Literal["train", "valid"]) -> tuple[int, int, int]:

@@ -122,7 +122,7 @@ def _parts(source: Stream, begin: int, n: int) -> Iterable[tuple[Shard, int, int
 
 def check_ids(shard: Shard, piece: Ints, first: int, vocab: int) -> None:
     """Raises DataError for an id that the model's table does not have; `first` is where the piece lies."""
-    if piece.size and (int(piece.max()) >= vocab or int(piece.min()) < 0):
+    if piece.size and (int(piece.max()) >= vocab or (piece.dtype.kind != "u" and int(piece.min()) < 0)):
         bad = int(np.flatnonzero((piece >= vocab) | (piece < 0))[0])
         raise DataError(
             f"{shard.name}: token {first + bad:,} has id {int(piece[bad]):,}, but model.vocab is {vocab:,}; ids are "
