@@ -131,6 +131,8 @@ def test_the_attention_operation_keeps_torchs_rules(dtype: torch.dtype) -> None:
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(ops._attention, (q, k, v, None, True, "auto"), test_utils=tests)
     torch.library.opcheck(ops._attention, (q, k, v, valid, False, "auto"), test_utils=tests)
+    start = torch.tensor([[0, 0, 2, 2, 2, 5, 6], [0, 1, 2, 2, 2, 2, 6]])
+    torch.library.opcheck(ops._attention, (q, k, v, None, True, "auto", start), test_utils=tests)
     out, lse = ops._attention(q, k, v, valid, False, "auto")
     detached = [t.detach() for t in (out, q, k, v, out, lse)]
     torch.library.opcheck(ops._backward, (*detached, valid, False, "auto"), test_utils=tests)
