@@ -96,6 +96,63 @@ def verify(layout: LayoutFile, overrides: Overrides = None) -> None:
     raise typer.Exit(0 if equal else 1)
 
 
+# ------------------------------------------------------------------------------------------------ dtrain data ...
+
+data_app = typer.Typer(no_args_is_help=True, help="Pack texts into token files, and look at what a model will see.")
+app.add_typer(data_app, name="data")
+
+
+@data_app.command("pack")
+def data_pack(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A file, a quoted glob, a saved dataset or a URL.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="OUT.bin, OUT.idx and OUT.json are written.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="As under data: in a layout: tokenizer, field, bos, eos, chat, bad."),
+    ] = None,
+    workers: Annotated[int, typer.Option(help="Processes that tokenise; 0: one a core.", min=0)] = 0,
+    hold_out: Annotated[float, typer.Option(help="Share of documents, by their hash, for OUT-valid.")] = 0.0,
+    wikitext: Annotated[bool, typer.Option("--wikitext", help="Undo the tokenisation of WikiText's files.")] = False,
+) -> None:
+    """Tokenise texts once, in parallel, into Megatron's format with a manifest. Goes on where it was stopped."""
+    with _one_line():
+        import os
+
+        from dtrain.data.pack import options, pack
+        from dtrain.layout.reader import Where, override
+
+        values: dict[str, object] = {}
+        where: Where = {"": "the command"}
+        for setting in settings or []:
+            override(values, where, setting)
+        made = pack(out, options([source], values, hold_out, wikitext), workers or os.cpu_count() or 1, typer.echo)
+        for name, m in zip((out, f"{out}-valid"), made, strict=False):
+            left = "".join(f", {n:,} left out ({why})" for why, n in m.left_out.items())
+            typer.echo(
+                f"{name}: {m.documents:,} documents, {m.tokens:,} tokens in {m.dtype}, highest id {m.highest:,}{left}"
+            )
+
+
+@data_app.command("show")
+def data_show(
+    layout: LayoutFile,
+    overrides: Overrides = None,
+    samples: Annotated[int, typer.Option(help="How many training samples to print.", min=0)] = 2,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Compare every byte of packed files with their manifest.")
+    ] = False,
+) -> None:
+    """Print what a layout reads: counts, lengths, and samples with document edges and what is to be learnt."""
+    with _one_line():
+        from dtrain.data.show import show as lines
+        from dtrain.layout import load
+        from dtrain.plan import plan
+        from dtrain.train import data_config
+
+        for line in lines(data_config(plan(load(layout, overrides or []))), samples, whole):
+            typer.echo(line)
+
+
 def main() -> None:
     app(prog_name="dtrain")
 

@@ -148,8 +148,9 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, d
 def rope_tables(
     position_S: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * frequency, (seq, head_dim/2): fp32 whatever the model's dtype, or float64."""
-    angle = position_S.to(torch.float64)[:, None] * rope_frequencies(head_dim, theta, scaling, position_S.device)
+    """cos and sin of position * frequency, (seq, head_dim/2), or (batch, seq, head_dim/2) for positions of each
+    sequence: fp32 whatever the model's dtype, or float64."""
+    angle = position_S.to(torch.float64)[..., None] * rope_frequencies(head_dim, theta, scaling, position_S.device)
     table = torch.float64 if dtype == torch.float64 else torch.float32
     return angle.cos().to(table), angle.sin().to(table)
 
@@ -157,7 +158,7 @@ def rope_tables(
 def rotate(x_BSHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (x[i], x[i + K/2]) by its position's angle: the layout of Hugging Face's Llama."""
     a, b = _wide(x_BSHK).chunk(2, dim=-1)
-    c, s = cos[:, None], sin[:, None]
+    c, s = cos[..., None, :], sin[..., None, :]
     return torch.cat((a * c - b * s, b * c + a * s), dim=-1).to(x_BSHK.dtype)
 
 
@@ -172,20 +173,19 @@ def attention(
     causal: bool,
     kernel: str = "auto",
     valid_BT: Tensor | None = None,
+    start_BS: Tensor | None = None,
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(head_dim)) v -> `batch seq heads head_dim` (Vaswani et al. 2017).
 
     H is a multiple of G and consecutive query heads share a key/value head. `valid_BT` (non-zero = may be
     attended) is for bidirectional attention; a sample without any valid key attends to all, so stays finite.
+    `start_BS` is for causal attention among packed documents: where in the sequence each position's document
+    begins; positions see those of their own document only. Math and the kernel of a CPU and the efficient one of a
+    GPU make a mask of scores of it, exact; flash and cuDNN refuse it.
     `drop` maps the probabilities (batch, heads, seq, seq) and needs `kernel="math"`, plain operations that
     hold all scores; any other kernel is one opaque operation that saves q, k, v, the result and a
     log-sum-exp a row. `auto` takes the fastest that fits where the operation runs.
-
-    The seam for masks of packed documents: their boundaries enter as one more optional integer tensor beside
-    `valid_BT` (the document of each position, or the start of its document), and `_SCHEMA` gets that input. What is
-    saved stays the same, so plans and passes do not change. Flash and cuDNN then run their variable-length form
-    (`cu_seqlens` from the boundaries), math and efficient turn it into a mask of scores.
 
     Raises OpError for shapes, masks, dtypes or kernels that do not go together.
     """
@@ -195,6 +195,8 @@ def attention(
         raise OpError(f"{q_BSHK.shape[2]} query heads cannot share {k_BTGK.shape[2]} key/value heads evenly")
     if causal and valid_BT is not None:
         raise OpError("attention takes either causal=True or a mask of valid keys, not both")
+    if start_BS is not None and not causal:
+        raise OpError("attention among packed documents is causal; give causal=True with their starts")
     if causal and q_BSHK.shape[1] != k_BTGK.shape[1]:
         raise OpError(f"causal attention needs as many queries as keys, got {q_BSHK.shape[1]} and {k_BTGK.shape[1]}")
     valid = None
@@ -202,12 +204,12 @@ def attention(
         valid = valid_BT > 0
         valid = valid | ~valid.any(-1, keepdim=True)
     if kernel == "math":
-        p_BHST, _ = _probabilities(q_BSHK, k_BTGK, valid, causal)
+        p_BHST, _ = _probabilities(q_BSHK, k_BTGK, _allowed(valid, start_BS), causal)
         p_BHST = p_BHST if drop is None else drop(p_BHST)
         return _weigh(p_BHST.to(v_BTGK.dtype), v_BTGK)
     if drop is not None:
         raise OpError(f"attention dropout needs kernel 'math', not {kernel!r}; set attention: math or no dropout")
-    out: Tensor = _attention(q_BSHK, k_BTGK, v_BTGK, valid, causal, kernel)[0]
+    out: Tensor = _attention(q_BSHK, k_BTGK, v_BTGK, valid, causal, kernel, start_BS)[0]
     return out
 
 
@@ -221,8 +223,8 @@ def kernel_for(
 ) -> str:
     """Which implementation runs: `cpu`, `flash`, `efficient`, `cudnn` or `math`; OpError if none fits.
 
-    `masked`: with a mask of valid keys. `capability` is the GPU's compute capability, (9, 0) for Hopper; by default
-    that of the current device.
+    `masked`: with a mask of valid keys or of documents. `capability` is the GPU's compute capability, (9, 0) for
+    Hopper; by default that of the current device.
     """
     if device == "cpu":
         if kernel in ("auto", "flash"):
@@ -233,7 +235,7 @@ def kernel_for(
     if kernel != "auto":
         if lacks[kernel]:
             name = str(dtype).removeprefix("torch.")
-            mask = " with a key mask" if masked else ""
+            mask = " with a mask" if masked else ""
             raise OpError(
                 f"attention kernel {kernel!r} cannot do {name}, head_dim {head_dim}{mask}: it needs {lacks[kernel]}; "
                 "set attention: auto or math"
@@ -256,7 +258,7 @@ def _lacks(kernel: str, dtype: torch.dtype, head_dim: int, masked: bool, capabil
         return "a GPU of compute capability 8.0 or above"
     most = 256 if kernel == "flash" else 128
     if not half or masked or head_dim % 8 or head_dim > most:
-        return f"fp16 or bf16, no key mask and a head_dim that is a multiple of 8 up to {most}"
+        return f"fp16 or bf16, no mask and a head_dim that is a multiple of 8 up to {most}"
     # The backward of cuDNN's kernel adds in no fixed order.
     if kernel == "cudnn" and torch.are_deterministic_algorithms_enabled():
         return "run.deterministic: false"
@@ -283,7 +285,14 @@ def flash_attention_3(capability: tuple[int, int]) -> bool:
     return True
 
 
-def _probabilities(q: Tensor, k: Tensor, valid: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+def _allowed(valid: Tensor | None, start: Tensor | None) -> Tensor | None:
+    """Which keys a query may attend to besides causality: (batch, 1 or seq, seq), or None for all."""
+    if start is not None:
+        return start[:, :, None] == start[:, None, :]
+    return None if valid is None else valid[:, None, :]
+
+
+def _probabilities(q: Tensor, k: Tensor, allowed: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
     """Softmax over keys (batch, heads, seq, seq) and its log-sum-exp (batch, heads, seq)."""
     q_BGRSK = rearrange(q * q.shape[-1] ** -0.5, "b s (g r) k -> b g r s k", g=k.shape[2])
     k_BGKT = rearrange(k, "b t g k -> b g 1 k t")
@@ -291,8 +300,8 @@ def _probabilities(q: Tensor, k: Tensor, valid: Tensor | None, causal: bool) -> 
     if causal:
         i = torch.arange(q.shape[1], device=q.device)
         scores = scores.masked_fill(i[:, None] < i, -math.inf)
-    if valid is not None:
-        scores = scores.masked_fill(~valid[:, None, None, None, :], -math.inf)
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed[:, None, None], -math.inf)
     flat = rearrange(scores, "b g r s t -> b (g r) s t")
     return flat.softmax(-1), flat.logsumexp(-1)
 
@@ -303,9 +312,9 @@ def _weigh(p_BHST: Tensor, v_BTGK: Tensor) -> Tensor:
 
 
 def _math_backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, valid: Tensor | None, causal: bool
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, allowed: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    p, _ = _probabilities(q, k, valid, causal)
+    p, _ = _probabilities(q, k, allowed, causal)
     p = rearrange(p, "b (g r) s t -> b g r s t", g=k.shape[2])
     split = "b s (g r) k -> b g r s k"
     q_, g_, o_ = (_wide(rearrange(t, split, g=k.shape[2])) for t in (q, g, out))
@@ -328,45 +337,54 @@ def _fewer_heads(x_BTHK: Tensor, heads: int) -> Tensor:
     return rearrange(x_BTHK, "b t (g r) k -> b t g r k", g=heads).sum(3)
 
 
-def _bias(valid: Tensor | None, q: Tensor) -> Tensor | None:
-    """A mask of valid keys as the additive bias (batch, heads, seq, seq) that fused kernels take."""
-    if valid is None:
+def _bias(allowed: Tensor | None, q: Tensor) -> Tensor | None:
+    """A mask as the additive bias (batch, heads, seq, seq) that fused kernels take, one for all heads."""
+    if allowed is None:
         return None
-    keys = valid.shape[1]
+    b, rows, keys = allowed.shape
     # The memory-efficient kernel reads the bias in vectors of 8, so rows start at multiples of 8 elements.
-    row = torch.zeros(valid.shape[0], -(-keys // 8) * 8, dtype=q.dtype, device=q.device)[:, :keys]
-    row.masked_fill_(~valid, -math.inf)
-    return row[:, None, None, :].expand(-1, q.shape[2], q.shape[1], -1)
+    bias = torch.zeros(b, rows, -(-keys // 8) * 8, dtype=q.dtype, device=q.device)[:, :, :keys]
+    bias.masked_fill_(~allowed, -math.inf)
+    return bias[:, None].expand(-1, q.shape[2], q.shape[1], -1)
 
 
-_SCHEMA = "(Tensor q, Tensor k, Tensor v, Tensor? valid, bool causal, str kernel) -> (Tensor, Tensor)"
+_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor? valid, bool causal, str kernel, Tensor? start=None) -> (Tensor, Tensor)"
+)
 _SCHEMA_BACKWARD = (
     "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? valid, bool causal,"
-    " str kernel) -> (Tensor, Tensor, Tensor)"
+    " str kernel, Tensor? start=None) -> (Tensor, Tensor, Tensor)"
 )
 
 
 def _attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: bool, kernel: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    valid: Tensor | None,
+    causal: bool,
+    kernel: str,
+    start: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    used = kernel_for(kernel, q.device.type, q.dtype, q.shape[3], valid is not None)
+    masked = valid is not None or start is not None
+    used = kernel_for(kernel, q.device.type, q.dtype, q.shape[3], masked)
     if used == "flash":
         flash_attention_3(torch.cuda.get_device_capability())
-    return attention_by(used, q, k, v, valid, causal)
+    return attention_by(used, q, k, v, valid, causal, start)
 
 
 def attention_by(
-    used: str, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: bool
+    used: str, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: bool, start: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention by one kernel, with its log-sum-exp."""
-    aten, heads = torch.ops.aten, q.shape[2]
+    aten, heads, allowed = torch.ops.aten, q.shape[2], _allowed(valid, start)
     if used == "math":
-        p, lse = _probabilities(q, k, valid, causal)
+        p, lse = _probabilities(q, k, allowed, causal)
         return _weigh(p.to(v.dtype), v).contiguous(), lse.contiguous()
     if used == "efficient":  # the others share key/value heads themselves
         k, v = _more_heads(k, heads), _more_heads(v, heads)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    bias = _bias(valid, q.transpose(1, 2))
+    bias = _bias(allowed, q.transpose(1, 2))
     if used == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias)
     elif used == "flash":
@@ -390,9 +408,11 @@ def _attention_backward(
     valid: Tensor | None,
     causal: bool,
     kernel: str,
+    start: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    used = kernel_for(kernel, q.device.type, q.dtype, q.shape[3], valid is not None)
-    return attention_backward_by(used, grad, q, k, v, out, lse, valid, causal)
+    masked = valid is not None or start is not None
+    used = kernel_for(kernel, q.device.type, q.dtype, q.shape[3], masked)
+    return attention_backward_by(used, grad, q, k, v, out, lse, valid, causal, start)
 
 
 def attention_backward_by(
@@ -405,15 +425,16 @@ def attention_backward_by(
     lse: Tensor,
     valid: Tensor | None,
     causal: bool,
+    start: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v by one kernel."""
-    aten, kv_heads = torch.ops.aten, k.shape[2]
+    aten, kv_heads, allowed = torch.ops.aten, k.shape[2], _allowed(valid, start)
     if used == "math":
-        dq, dk, dv = _math_backward(grad, q, k, v, out, valid, causal)
+        dq, dk, dv = _math_backward(grad, q, k, v, out, allowed, causal)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
     if used == "efficient":
         k, v = _more_heads(k, q.shape[2]), _more_heads(v, q.shape[2])
-    bias = _bias(valid, q)
+    bias = _bias(allowed, q)
     grad, q, k, v, out = (t.transpose(1, 2) for t in (grad, q, k, v, out))
     unused = torch.zeros(2, dtype=torch.int64, device=q.device)  # the random state of a dropout that is off
     if used == "cpu":
@@ -458,7 +479,7 @@ def _empty(x: Tensor) -> Tensor:
 
 
 @_attention.register_fake  # type: ignore[untyped-decorator]
-def _(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: bool, kernel: str) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     lse = torch.float64 if q.dtype == torch.float64 else torch.float32
     return _empty(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=lse)
 
@@ -469,14 +490,15 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, valid, ctx.causal, ctx.kernel = inputs
-    ctx.save_for_backward(q, k, v, *output, valid)
+    q, k, v, valid, ctx.causal, ctx.kernel, start = inputs
+    ctx.save_for_backward(q, k, v, *output, valid, start)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _lse: None) -> tuple[Tensor | None, ...]:
-    dq, dk, dv = _backward(grad, *ctx.saved_tensors, ctx.causal, ctx.kernel)
-    return dq, dk, dv, None, None, None
+    *saved, start = ctx.saved_tensors
+    dq, dk, dv = _backward(grad, *saved, ctx.causal, ctx.kernel, start)
+    return dq, dk, dv, None, None, None, None
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)

@@ -183,7 +183,7 @@ def activations(p: Plan) -> list[Activation]:
         key = Key(number, number, number)
         batch = {
             field: torch.zeros([batch_sizes[a] for a in parse(spec)[0]], dtype=torch.int64)
-            for field, spec in module.BATCH.items()
+            for field, spec in job.fields.items()
         }
         counts = {k: torch.ones((), dtype=torch.float32) for k in module.counts(cfg, batch)}
         x: Any = None

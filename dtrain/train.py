@@ -44,7 +44,8 @@ class RunError(Exception):
 @dataclass(frozen=True)
 class Run:
     """What stays the same from step to step on one rank. `calls` are what is called for each graph of the program;
-    `steps` is its action list, and `judge` that of the program for held-out text: without dropout."""
+    `steps` is its action list, and `judge` that of the program for held-out text: without dropout.
+    `batches` reads this rank's rows of the training batches."""
 
     plan: Plan
     rank: Rank
@@ -54,6 +55,7 @@ class Run:
     steps: Bound
     judge: Bound
     source: data.Source
+    batches: data.Ahead[Batch]
     config: UpdateConfig
     schedule: optim.Schedule
 
@@ -85,6 +87,8 @@ def train(layout: Layout, rank: Rank, *, quiet: bool) -> None:
     with metrics.open_log(log_config) as log:
         for key, change in changes.items():
             say(log, f"changed: {key}: {change}")
+        for note in source.notes:
+            say(log, note)
         r = prepare(plan, rank, source, log)
         with torch.no_grad():
             state = restore(r, done) if done else initialise(r)
@@ -111,6 +115,7 @@ def data_config(plan: Plan) -> data.DataConfig:
     """What to read for a plan; a model with fields beyond tokens and labels is a masked one."""
     d, run = plan.layout.data, plan.layout.run
     masked = not {*plan.job.module.BATCH} <= {"tokens", "labels", "sample"}
+    held = d.validation
     return data.DataConfig(
         source=d.source,
         seq=d.seq,
@@ -119,7 +124,22 @@ def data_config(plan: Plan) -> data.DataConfig:
         seed=run.seed,
         paths=d.path,
         objective="masked" if masked else "causal",
-        validation=d.validation.fraction,
+        validation=0.0 if held.path else held.fraction,
+        field=d.field or "",
+        dtype=d.dtype,
+        mix=tuple(data.From(m.source, m.path, m.field or "", m.dtype, m.weight, m.epochs) for m in d.mix),
+        tokenizer=d.tokenizer,
+        bos=d.bos,
+        eos=d.eos,
+        chat=d.chat,
+        packing=d.packing,
+        document_mask=d.document_mask,
+        bad=d.bad,
+        masking=data.Masking(d.masking.unit, d.masking.ngram),
+        split=held.split,
+        valid_paths=held.path,
+        stride=held.stride or 0,
+        steps=run.steps,
     )
 
 
@@ -136,7 +156,7 @@ def schedule(layout: Layout) -> optim.Schedule:
 
 def check_same(now: Layout, source: data.Source, record: Record) -> dict[str, str]:
     """What a run that goes on changes, by key. Raises RunError where that would be another run."""
-    forbidden, changed = checkpoint.compare(record.layout, as_dict(now))
+    forbidden, changed = checkpoint.compare(layout.completed(record.layout), as_dict(now))
     where = f"{now.run.folder}/step-{record.step}"
     if forbidden:
         lines = [f"{key} {change} ({layout.at(now, key)})" for key, change in forbidden.items()]
@@ -187,7 +207,8 @@ def prepare(plan: Plan, rank: Rank, source: data.Source, log: Log) -> Run:
     say(log, f"lowered in {program.seconds:.1f} s, {work}")
     steps = bind(program, calls, place, compute)
     judged = bind(judge, judges, place, plan.evaluate[place.at.get("pp", 0)])
-    return Run(plan, rank, place, program, calls, steps, judged, source, update_config(lay), schedule(lay))
+    batches = data.Ahead(lambda i: read(plan, place, source, i, "train"), lay.run.steps - 1)
+    return Run(plan, rank, place, program, calls, steps, judged, source, batches, update_config(lay), schedule(lay))
 
 
 def without_dropout(config: Any) -> Any:
@@ -326,9 +347,9 @@ def loop(r: Run, state: State, log: Log, done: int, record: Record | None) -> No
         if report.stop:
             break
     trace.close()
+    r.batches.close()
     assert report is not None and saved
-    memory = peak_memory(r)
-    say(log, summary(r, saved, report, valid, skipped, clock.rate, memory))
+    say(log, summary(r, saved, report, valid, skipped, clock, peak_memory(r)))
 
 
 def training_step(r: Run, number: int, state: State) -> tuple[Step, bool]:
@@ -338,7 +359,7 @@ def training_step(r: Run, number: int, state: State) -> tuple[Step, bool]:
 
     def mine() -> Batch:
         if not cell:
-            cell.append(read(r, number - 1, "train"))
+            cell.append(to_device(r, r.batches.get(number - 1)))
         return cell[0]
 
     size = r.plan.job.batch
@@ -362,10 +383,15 @@ def has_head(r: Run) -> bool:
     return r.program.job.layers + 1 in r.place.units
 
 
-def read(r: Run, index: int, split: Any) -> Batch:
-    """This rank's rows of a global batch (the first has index 0), on its device."""
-    batch = data.batch(r.source, index, plans.rows(r.plan, r.place.at), split)
-    return {k: batch[k].to(r.place.device) for k in r.plan.job.module.BATCH}
+def read(plan: Plan, place: Place, source: data.Source, index: int, split: Any) -> Batch:
+    """This rank's rows of a global batch (the first has index 0), in memory that its device can copy from."""
+    batch = data.batch(source, index, plans.rows(plan, place.at), split)
+    pin = place.device.startswith("cuda")
+    return {k: batch[k].pin_memory() if pin else batch[k] for k in plan.job.fields}
+
+
+def to_device(r: Run, batch: Batch) -> Batch:
+    return {k: v.to(r.place.device, non_blocking=True) for k, v in batch.items()}
 
 
 def global_counts(r: Run, mine: Callable[[], Batch]) -> dict[str, Tensor]:
@@ -389,7 +415,7 @@ class HeldOut:
         r, size = self.r, self.r.plan.job.batch
         if not self.batches:
             n = min(data.validation_batches(r.source), r.layout.data.validation.batches)
-            self.batches = [read(r, i, "valid") for i in range(n)]
+            self.batches = [to_device(r, read(r.plan, r.place, r.source, i, "valid")) for i in range(n)]
             if has_head(r):
                 each = [global_counts(r, lambda b=b: b) for b in self.batches]  # type: ignore[misc]
                 self.counts = {k: torch.stack([c[k] for c in each]).sum().clamp(min=1) for k in each[0]}
@@ -450,6 +476,7 @@ class Clock:
 
     def __init__(self, r: Run) -> None:
         self.r = r
+        self.waited = (0.0, 0.0)  # seconds of waiting for data up to the last row, and of these since the first row
         self.steps = 0
         self.began = time.perf_counter()
         self.rate = 0.0  # tokens/s of the whole run
@@ -472,6 +499,8 @@ class Clock:
         used = metrics.mfu(rate, flops_per_token(self.r.plan), self.r.rank.world, peak)
         memory = metrics.peak_memory(torch.device(self.r.place.device))
         metrics.record(log, metrics.Row(number, report.loss, report.norm, lr, rate, step_s, used, memory, extra))
+        waited = self.r.batches.waited
+        self.waited = (waited, self.waited[1] + (waited - self.waited[0] if self.rate else 0.0))
         if self.rate:
             self.spent = (self.spent[0] + self.steps, self.spent[1] + now - self.began)
         self.rate = metrics.tokens_per_s(d.batch, d.seq, self.spent[1] / self.spent[0]) if self.spent[0] else rate
@@ -487,6 +516,13 @@ def flops_per_token(plan: Plan) -> float:
     return metrics.flops_per_token(params, plan.job.layers, heads, head_dim, plan.job.seq, causal)
 
 
+def waiting(r: Run, clock: Clock) -> float | None:
+    """Share of the time of steps that the rank that waited most for data did, the first row's steps left out."""
+    share = clock.waited[1] / clock.spent[1] if clock.spent[0] else None
+    shares = [s for s in everyone(share, r.place.groups.get("save"), r.rank.world) if s is not None]
+    return max(shares, default=None)
+
+
 def peak_memory(r: Run) -> int:
     """Bytes, of the rank that needed most."""
     largest: int = max(
@@ -495,12 +531,16 @@ def peak_memory(r: Run) -> int:
     return largest
 
 
-def summary(r: Run, saved: int, report: Report, valid: float | None, skipped: int, rate: float, memory: int) -> str:
+def summary(r: Run, saved: int, report: Report, valid: float | None, skipped: int, clock: Clock, memory: int) -> str:
     """What a run says at its end."""
     steps = r.layout.run.steps
     lines = [f"stopped as asked after step {saved} of {steps}" if saved < steps else f"finished: {steps} steps"]
     lines.append(f"  loss {report.loss:.4f}" + (f", held-out loss {valid:.4f}" if valid is not None else ""))
-    lines.append(f"  {rate:,.0f} tokens/s, peak memory {memory / 2**30:.2f} GiB a rank")
+    if valid is not None and (line := data.report(r.source, valid, r.layout.data.validation.batches)):
+        lines.append(f"  {line}")
+    waited = waiting(r, clock)
+    idle = "" if waited is None else f", {waited:.2%} of the time waiting for data"
+    lines.append(f"  {clock.rate:,.0f} tokens/s{idle}, peak memory {memory / 2**30:.2f} GiB a rank")
     if skipped:
         lines.append(f"  {skipped} updates skipped after an overflow")
     lines.append(f"  checkpoint {r.folder / f'step-{saved}'}, metrics {r.folder / 'metrics.jsonl'}")

@@ -169,7 +169,11 @@ def shrink(layout: Layout) -> Layout:
         "vocab": unit - 3 if padded else unit,
         "positions": seq,
     }
-    values = {k: v for k, v in (old | {k: v for k, v in new.items() if k in old}).items() if k != "attention"}
+    values = {
+        k: v
+        for k, v in (old | {k: v for k, v in new.items() if k in old}).items()
+        if k not in ("attention", "document_mask")
+    }
     fields = {
         k: dataclasses.asdict(v) if dataclasses.is_dataclass(v) and not isinstance(v, type) else v
         for k, v in values.items()
@@ -258,11 +262,12 @@ def random_batch(plan: Plan, seed: int, step: int) -> dict[str, Tensor]:
         "labels": labels.masked_fill(torch.rand(b, s, generator=g) < 0.3, -1),
         "sample": torch.arange(b) + step * b,
         "valid": torch.ones(b, s, dtype=torch.int64),
+        "start": (torch.arange(s) * (torch.rand(b, s, generator=g) < 0.3)).cummax(1).values,
     }
-    for field, spec in plan.job.module.BATCH.items():
+    for field, spec in plan.job.fields.items():
         shape = [{"batch": b, "seq": s}[axis] for axis in spec.split()]
         known.setdefault(field, torch.randint(2, shape, generator=g))
-    return {field: known[field] for field in plan.job.module.BATCH}
+    return {field: known[field] for field in plan.job.fields}
 
 
 def main(layout: Layout, echo: Callable[[str], None] = print) -> bool:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain import rng
-from dtrain.data import DataConfig, DataError, Source, batch, open_source, permute, validation_batches
-from dtrain.data.sources import periods, read
+from dtrain.data import DataConfig, DataError, Source, batch, open_source, permute, tokens, validation_batches
+from dtrain.data.config import periods
 
 
 def write(path: Path, data: bytes) -> str:
@@ -62,6 +62,7 @@ def test_labels_are_shifted_before_the_cut(tmp_path: Path) -> None:
     assert {k: (v.dtype, tuple(v.shape)) for k, v in out.items()} == {
         "tokens": (torch.int64, (2, 4)),
         "labels": (torch.int64, (2, 4)),
+        "start": (torch.int64, (2, 4)),
         "sample": (torch.int64, (2,)),
     }
     assert torch.equal(out["labels"], out["tokens"] + 1)  # the last label too, across the seam
@@ -139,7 +140,7 @@ def test_documents_are_joined_by_a_zero(tmp_path: Path) -> None:
     for name, data in [("b.txt", b"defg"), ("a.txt", b"abc"), ("empty.txt", b""), ("d/c.txt", b"hij")]:
         write(tmp_path / name, data)
     source = open_source(DataConfig("text", 5, 1, 256, paths=(str(tmp_path / "**/*.txt"),), validation=0.0))
-    assert source.tokens == 12 and len(source.documents) == 3
+    assert source.tokens == 12 and len(source.parts[0].stream.shards) == 3
     seen = {bytes(batch(source, s, [0])["tokens"][0].tolist()) for s in range(2)}
     assert seen == {b"abc\0d", b"efg\0h"}
 
@@ -150,16 +151,15 @@ def test_read_equals_the_joined_stream(tmp_path: Path) -> None:
         write(tmp_path / f"{i:02}.txt", piece)
     stream = b"\0".join(p for p in pieces if p)
     source = open_source(DataConfig("text", 6, 1, 256, paths=(str(tmp_path / "*.txt"),), validation=0.0))
-    starts = torch.arange(len(stream) - 6)
-    want = [list(stream[i : i + 7]) for i in starts.tolist()]
-    assert read(source, starts).tolist() == want
+    for i in range(len(stream) - 6):
+        assert bytes(tokens.read(source.parts[0].stream, i, 7, 256).tolist()) == stream[i : i + 7]
 
 
 def test_jsonl(tmp_path: Path) -> None:
     rows = [{"text": "héllo", "id": 1}, {"text": ""}, {"text": "w"}]
     path = write(tmp_path / "a.jsonl", "\n\n".join(json.dumps(r) for r in rows).encode())
     source = open_source(DataConfig("jsonl", 4, 1, 256, paths=(path,), validation=0.0))
-    assert bytes(source.documents[0]) == "héllo\0w".encode()
+    assert bytes(source.parts[0].stream.shards[0].tokens) == "héllo\0w".encode()
 
 
 def test_stdlib_is_found_and_deterministic() -> None:
@@ -179,7 +179,7 @@ def test_hash_names_the_content(tmp_path: Path) -> None:
 
 def test_a_long_file_is_mapped(tmp_path: Path) -> None:
     source = open_source(text(tmp_path, ids(1000)))
-    assert isinstance(source.documents[0], np.memmap)
+    assert isinstance(source.parts[0].stream.shards[0].tokens, np.memmap)
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +255,7 @@ def test_synthetic_uses_the_vocabulary() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"source": "parquet"}, ["data.source", "'parquet'", "stdlib, text, jsonl, synthetic"]),
+        ({"source": "xml"}, ["data.source", "'xml'", "stdlib, synthetic, text, jsonl"]),
         ({"paths": ()}, ["data.path", "'text'", "glob"]),
         ({"paths": ("missing-*.txt",)}, ["data.path", "'missing-*.txt'", "matches no file"]),
         ({"paths": ("/tmp",)}, ["data.path", "'/tmp'", "folder", "glob"]),

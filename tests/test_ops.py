@@ -82,7 +82,7 @@ def test_the_formulas_used_where_no_fused_kernel_fits(mask: str) -> None:
     inputs = qkv(torch.float64)
     out, *want = with_grads(lambda q, k, v: plain_attention(q, k, v, causal, valid), *inputs)
     seed = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    allowed = None if valid is None else valid > 0
+    allowed = ops._allowed(None if valid is None else valid > 0, None)
     got = ops._math_backward(seed, *(t.detach() for t in inputs), out.detach(), allowed, causal)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
@@ -131,6 +131,8 @@ def test_the_attention_operation_keeps_torchs_rules(dtype: torch.dtype) -> None:
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(ops._attention, (q, k, v, None, True, "auto"), test_utils=tests)
     torch.library.opcheck(ops._attention, (q, k, v, valid, False, "auto"), test_utils=tests)
+    start = torch.tensor([[0, 0, 2, 2, 2, 5, 6], [0, 1, 2, 2, 2, 2, 6]])
+    torch.library.opcheck(ops._attention, (q, k, v, None, True, "auto", start), test_utils=tests)
     out, lse = ops._attention(q, k, v, valid, False, "auto")
     detached = [t.detach() for t in (out, q, k, v, out, lse)]
     torch.library.opcheck(ops._backward, (*detached, valid, False, "auto"), test_utils=tests)
@@ -165,7 +167,7 @@ V100, A100, HOPPER = (7, 0), (8, 0), (9, 0)
         ("auto", HOPPER, BF16, 256, False, "flash"),
         ("auto", HOPPER, BF16, 64, True, "efficient"),
         ("flash", A100, FP32, 64, False, "'flash' cannot do float32, head_dim 64: it needs fp16 or bf16"),
-        ("flash", A100, BF16, 64, True, "'flash' cannot do bfloat16, head_dim 64 with a key mask"),
+        ("flash", A100, BF16, 64, True, "'flash' cannot do bfloat16, head_dim 64 with a mask"),
         ("flash", V100, FP16, 64, False, "it needs a GPU of compute capability 8.0 or above"),
         ("cudnn", HOPPER, BF16, 256, False, "up to 128; set attention: auto or math"),
         ("efficient", A100, FP64, 64, False, "'efficient' cannot do float64"),

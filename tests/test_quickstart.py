@@ -59,6 +59,7 @@ def check_output(said: str, folder: Path) -> None:
     assert all(re.search(r"[\d,]+ tokens/s  [\d.]+ GiB  left \d+:\d\d$", line) for line in steps)
     end = said[said.index("finished: 160 steps") :]
     assert re.search(r"loss [\d.]+, held-out loss [\d.]+", end)
+    assert re.search(r"[\d,]+ tokens/s, [\d.]+% of the time waiting for data, peak memory", end)
     assert str(folder / "step-160") in end and "tensorboard --logdir" in end and "run.steps=320" in end
 
 

@@ -48,6 +48,18 @@ run: {{steps: 10, compile: off, folder: {folder}}}
     return layouts.loads(text, "layout.yaml", overrides)
 
 
+def test_a_run_of_before_a_key_existed_goes_on_with_its_default(tmp_path: Path) -> None:
+    now = make(tmp_path)
+    saved = train.as_dict(now)
+    for key in ("packing", "document_mask", "mix", "masking", "eos"):
+        del saved["data"][key]
+    del saved["data"]["validation"]["split"]
+    assert checkpoint.compare(layouts.completed(saved), train.as_dict(now)) == ({}, {})
+    changed = train.as_dict(make(tmp_path, "data.packing=none", "data.validation.split=documents"))
+    forbidden, _ = checkpoint.compare(layouts.completed(saved), changed)
+    assert forbidden == {"data.packing": "concat -> none", "data.validation.split": "blocks -> documents"}
+
+
 def alone(layout: Layout, stop_after: int = 10**9, quiet: bool = True) -> None:
     """Train in this process, as one rank; a signal arrives during step `stop_after`."""
     at = [0]
@@ -128,14 +140,14 @@ def tensors(folder: Path, step: int) -> dict[str, Tensor]:
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bitwise, with dropout: losses, norms, rates, samples, weights and moments, over two interruptions."""
     read: dict[int, list[int]] = {}
-    original = data.batch
+    original = data.Ahead.get
 
-    def batch(source: Any, step: int, wanted: Any, split: Any = "train") -> dict[str, Tensor]:
-        out = original(source, step, wanted, split)
-        read.setdefault(step, []).extend(out["sample"].tolist())
+    def get(ahead: Any, index: int) -> Any:
+        out = original(ahead, index)
+        read.setdefault(index, []).extend(out["sample"].tolist())
         return out
 
-    monkeypatch.setattr(data, "batch", batch)
+    monkeypatch.setattr(data.Ahead, "get", get)
     straight = make(tmp_path / "straight", model=GPT2)
     alone(straight)
     samples, read = read, {}

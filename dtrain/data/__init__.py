@@ -1,6 +1,33 @@
-"""What a run reads: sources of tokens, and batches that are a pure function of (seed, step)."""
+"""What a run reads: sources of tokens, and batches that are a pure function of (seed, step).
 
-from .batches import batch, permute, validation_batches
-from .sources import DataConfig, DataError, Source, open_source
+documents, encode, tokenizer     texts out of files, and their tokens
+tokens, manifest                 files of tokens
+config, sources                  what is asked for, and opening it
+sequences, order, masking        sequences out of a stream, which of them a sample is, masked models
+batches, ahead                   a step's batch, and reading it before it is needed
+pack, show, perplexity           `dtrain data pack`, `dtrain data show`, and what a held-out loss says
+"""
 
-__all__ = ["DataConfig", "DataError", "Source", "batch", "open_source", "permute", "validation_batches"]
+from .ahead import Ahead
+from .batches import batch, validation_batches
+from .config import DataConfig, From, Source
+from .errors import DataError
+from .masking import Masking
+from .order import passes, permute
+from .perplexity import report
+from .sources import open_source
+
+__all__ = [
+    "Ahead",
+    "DataConfig",
+    "DataError",
+    "From",
+    "Masking",
+    "Source",
+    "batch",
+    "open_source",
+    "passes",
+    "permute",
+    "report",
+    "validation_batches",
+]

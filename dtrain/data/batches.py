@@ -1,39 +1,35 @@
 """Batches as a pure function of (seed, step): nothing to save, nothing to restore, no matter how many ranks.
 
-Shape suffixes: B rows asked for, S positions, L tokens read for a sequence.
+Shape suffixes: B rows asked for, S positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .. import rng
-from .sources import Source, periods, read, stride
+from . import masking, tokens
+from .config import Part, Source, length, stride
+from .order import locate, place
+from .sequences import Long
+from .sources import synthetic
 
-MASKED = 0.15  # share of tokens that a masked model predicts (Devlin et al. 2018)
-_ROUNDS = 6
 
+@dataclass(frozen=True)
+class Read:
+    """A sequence as it was read: `ids` (with one more than the sequence for a causal model), the `labels` of a causal
+    model, how many tokens `count`, and where in it documents begin (None: not asked)."""
 
-def permute(index: int, n: int, state: int) -> int:
-    """Where `index` (0..n-1) goes under the permutation of n that the hash `state` (int64) names.
-
-    A Feistel network on the smallest even number of bits that holds n, walked until it lands below n (Black &
-    Rogaway 2002): O(1) memory, at most 4 walks expected. On plain numbers: a batch has few sequences.
-    """
-    half = max(1, ((n - 1).bit_length() + 1) // 2)
-    mask = (1 << half) - 1
-    keys = [rng.fold_int(state, r) for r in range(_ROUNDS)]
-    while True:
-        left, right = index >> half, index & mask
-        for key in keys:
-            left, right = right, left ^ (rng.fold_int(key, right) & mask)
-        index = left << half | right
-        if index < n:
-            return index
+    ids: Long
+    labels: Long | None
+    count: int
+    begins: Long | None
 
 
 def validation_batches(source: Source) -> int:
@@ -44,34 +40,30 @@ def validation_batches(source: Source) -> int:
 def batch(
     source: Source, step: int, rows: Sequence[int], split: Literal["train", "valid"] = "train"
 ) -> dict[str, Tensor]:
-    """Rows of one step's global batch, all int64 on the CPU.
+    """Rows of one step's global batch, all int64 on the CPU. Raises DataError for an id outside the vocabulary.
 
     `step` counts from 0 (the first batch of the first epoch); `rows` are indices 0..batch-1 of the global
     batch. Sample `step * batch + row` walks through the training sequences, in a new permutation each epoch,
     which may begin inside a batch. "valid" walks once through the held-out ones, labels -1 past the end.
 
-    Causal: tokens, labels ("batch seq"), sample ("batch"). Masked, also: types, valid ("batch seq") and order
-    ("batch", 1 where the halves were swapped); labels are -1 where nothing is predicted.
+    Causal: tokens, labels, start ("batch seq": the place in the row where a token's document begins; 0 everywhere
+    unless documents are apart), sample ("batch"). Masked, instead of start: types, valid ("batch seq") and order
+    ("batch", 1 where the halves were swapped). Labels are -1 where nothing is predicted.
     """
     cfg = source.cfg
     n = source.train if split == "train" else source.valid
     if n == 0:
         raise ValueError(f"the {split} split is empty")
-    sample_B = step * cfg.batch + torch.tensor(list(rows), dtype=torch.int64)
-    shuffle = rng.fold_int(cfg.seed, rng.site_number(f"data/{split}"))
-    places = [permute(i % n, n, rng.fold_int(shuffle, i // n)) for i in sample_B.tolist()]
-    index_B = torch.tensor(places, dtype=torch.int64)
-    period, held = periods(cfg, source.train + source.valid)
-    if split == "train":
-        index_B = index_B // (period - held) * period + index_B % (period - held)
-    else:
-        index_B = index_B // held * period + (period - held) + index_B % held
-    read_BL = read(source, index_B * stride(cfg))
+    samples = [step * cfg.batch + row for row in rows]
+    sample_B = torch.tensor(samples, dtype=torch.int64)
+    read = [_read(source, sample, split) for sample in samples]
+    ids = torch.from_numpy(np.stack([r.ids for r in read]))
     if cfg.objective == "causal":
-        out = {"tokens": read_BL[:, :-1].contiguous(), "labels": read_BL[:, 1:].contiguous()}
+        out = _causal(source, ids, read)
     else:
         draws = rng.fold(rng.fold(torch.tensor(cfg.seed), rng.site_number(f"data/masked/{split}")), sample_B)
-        out = _masked(read_BL, draws, source.specials)
+        counts = torch.tensor([r.count for r in read])
+        out = masking.masked(ids, counts, draws, source.special, cfg.masking, source.continues)
     if split == "valid":
         past_B = sample_B >= n
         out["labels"][past_B] = -1
@@ -80,34 +72,67 @@ def batch(
     return out | {"sample": sample_B}
 
 
-def _masked(text_BL: Tensor, draws_B: Tensor, specials: int) -> dict[str, Tensor]:
-    """[CLS] A [SEP] B [SEP] from the two halves of a text, in this order or (one in two) the other, with 15 %
-    of the tokens to predict: 80 % of these shown as [MASK], 10 % as a random token, 10 % as they are."""
-    _, cls, sep, mask = range(specials, specials + 4)
-    b, n = text_BL.shape
-    first = (n + 1) // 2
-    swap_B = rng.uniform(rng.fold(draws_B, rng.site_number("order"))) < 0.5
-    swapped_BL = torch.cat([text_BL[:, first:], text_BL[:, :first]], 1)
-    text_BL = torch.where(swap_B[:, None], swapped_BL, text_BL)
-    cut_B = torch.where(swap_B, n - first, first)
+def _read(source: Source, sample: int, split: Literal["train", "valid"]) -> Read:
+    """One sequence of one part."""
+    cfg = source.cfg
+    k, index, _ = locate(source, sample, split)
+    part = (source.parts if split == "train" or not source.apart else source.apart)[k]
+    number = place(part, index, split)
+    n = length(cfg)
+    if part.stream is None:
+        ids = synthetic(cfg, number * stride(cfg), source.special.ordinary).numpy()
+        return Read(ids, ids[1:], n, None)
+    if part.bins is not None:
+        return _from_bins(source, part, number)
+    begin = number * (part.stride or stride(cfg))
+    ids = tokens.read(part.stream, begin, n, cfg.vocab)
+    labels = _labels(part, begin, ids) if cfg.objective == "causal" else None
+    if labels is not None and part.stride:  # the first window counts whole, of the others what is new
+        labels[: (cfg.seq - part.stride) if number else 0] = -1
+        labels[max(0, part.stream.tokens - 1 - begin) :] = -1
+    return Read(ids, labels, n, tokens.read_edges(part.stream, begin, n) if cfg.document_mask else None)
 
-    # Position j shows text[j - 1] before the middle [SEP], which is at cut + 1, and text[j - 2] after it.
-    j_S = torch.arange(n + 3)
-    middle_BS = j_S == cut_B[:, None] + 1
-    after_BS = j_S > cut_B[:, None] + 1
-    special_BS = middle_BS | (j_S == 0) | (j_S == n + 2)
-    original_BS = text_BL.gather(1, (j_S - 1 - after_BS.long()).clamp(0, n - 1))
-    original_BS = torch.where(special_BS, torch.where(j_S == 0, cls, sep), original_BS)
 
-    draws_BS = rng.fold(draws_B[:, None], j_S)
-    chosen_BS = (rng.uniform(draws_BS) < MASKED) & ~special_BS
-    how_BS = rng.uniform(rng.fold(draws_BS, 1))
-    random_BS = (rng.fold(draws_BS, 2) & 0x7FFFFFFFFFFFFFFF) % specials
-    shown_BS = torch.where(how_BS < 0.8, mask, torch.where(how_BS < 0.9, random_BS, original_BS))
-    return {
-        "tokens": torch.where(chosen_BS, shown_BS, original_BS),
-        "labels": torch.where(chosen_BS, original_BS, -1),
-        "types": after_BS.long(),
-        "valid": torch.ones(b, n + 3, dtype=torch.int64),
-        "order": swap_B.long(),
-    }
+def _labels(part: Part, begin: int, ids: Long) -> Long:
+    """The next token of each but the last, -1 where it is not to be learnt."""
+    assert part.stream is not None
+    labels: Long = ids[1:].copy()
+    if any(s.learn is not None for s in part.stream.shards):
+        labels[~tokens.read_learn(part.stream, begin, len(ids))[1:]] = -1
+    return labels
+
+
+def _from_bins(source: Source, part: Part, number: int) -> Read:
+    assert part.stream is not None and part.bins is not None
+    cfg, bins = source.cfg, part.bins
+    shift = length(cfg) - stride(cfg)
+    ids = np.full(length(cfg), source.special.pad, np.int64)
+    labels = np.full(stride(cfg), -1, np.int64)
+    begins, at = [], 0
+    for i in range(int(bins.first[number]), int(bins.first[number + 1])):
+        begin, count = int(bins.begin[i]), int(bins.count[i])
+        piece = tokens.read(part.stream, begin, count + shift, cfg.vocab)
+        ids[at : at + count] = piece[:count]
+        if shift:
+            labels[at : at + count] = _labels(part, begin, piece)
+        begins.append(at)
+        at += count
+    if cfg.document_mask and at < stride(cfg):
+        begins.append(at)  # what is empty sees itself only
+    return Read(ids, labels if shift else None, at, np.array(begins, np.int64) if cfg.document_mask else None)
+
+
+def _causal(source: Source, ids_BL: Tensor, read: Sequence[Read]) -> dict[str, Tensor]:
+    """Labels shifted before the cut; where documents are apart, the last token of one predicts nothing."""
+    tokens_BS = ids_BL[:, :-1].clone()
+    labels_BS = torch.from_numpy(np.stack([r.labels for r in read if r.labels is not None]))
+    start_BS = torch.zeros_like(tokens_BS)
+    for row, r in enumerate(read):
+        if r.begins is not None:
+            begins = torch.from_numpy(r.begins)
+            inside = begins[(begins > 0) & (begins < start_BS.shape[1])]
+            start_BS[row, inside] = inside
+            if source.parts[0].bins is None:  # a piece in a bin already ends where its document does
+                edge = begins[begins > 0] - 1
+                labels_BS[row, edge[edge < labels_BS.shape[1]]] = -1
+    return {"tokens": tokens_BS, "labels": labels_BS, "start": start_BS.cummax(1).values}

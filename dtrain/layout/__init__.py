@@ -36,7 +36,7 @@ from dtrain.layout.derived import (
 from dtrain.layout.errors import at, fail, first
 from dtrain.layout.placement import levels, link_between, link_rate
 from dtrain.layout.reader import LayoutError, override, read
-from dtrain.layout.schema import Layout, Link, LossScale, Model, RematBudget, schema_keys
+from dtrain.layout.schema import Layout, Link, LossScale, Model, RematBudget, completed, schema_keys
 
 __all__ = [
     "Layout",
@@ -45,6 +45,7 @@ __all__ = [
     "Tables",
     "at",
     "check_place",
+    "completed",
     "coords",
     "data_parallel",
     "fail",

@@ -18,7 +18,7 @@ from dtrain.axes import ParamTree
 from dtrain.layout.derived import data_parallel, family, lengths, stages
 from dtrain.layout.errors import at, divisors, fail, listed, show_dims
 from dtrain.layout.reader import show
-from dtrain.layout.schema import Layout, Run
+from dtrain.layout.schema import FILES, Layout, Run
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -60,26 +60,43 @@ def check_run(layout: Layout) -> None:
             fail(layout, "run.profile.ranks", f"{show(run.profile.ranks)}; ranks are 0 to {layout.world - 1}")
     if run.eval_every is not None and data.validation.fraction == 0:
         fail(layout, "run.eval_every", f"{run.eval_every}; needs data.validation.fraction above 0")
-    if data.source in ("text", "jsonl") and not data.path:
-        fail(layout, "data.source", f"{data.source}; needs data.path: a file, a list of files or a glob")
-    if data.source not in ("text", "jsonl") and data.path:
+    _check_data(layout)
+
+
+def _check_data(layout: Layout) -> None:
+    data = layout.data
+    if data.mix:
+        for key in ("source", "path", "field", "dtype"):
+            if f"data.{key}" in layout._where:
+                fail(layout, f"data.{key}", "is written for each source of data.mix; remove it here")
+    sources = {f"data.mix.{i}": (m.source, m.path) for i, m in enumerate(data.mix)}
+    for key, (source, path) in (sources or {"data": (data.source, data.path)}).items():
+        if source in FILES and not path:
+            fail(layout, f"{key}.source", f"{source}; needs {key}.path: a file, a list of files or a glob")
+        if source not in FILES and path:
+            use = f"text or jsonl (or {', '.join(FILES[2:])})"
+            fail(layout, f"{key}.path", f"{show(path)}; source {source} reads no files; use source: {use}")
+    if data.validation.stride and not data.validation.path:
         fail(
-            layout,
-            "data.path",
-            f"{show(data.path)}; source {data.source} reads no files; use source: text or jsonl",
+            layout, "data.validation.stride", f"{data.validation.stride}; needs data.validation.path, a text of its own"
         )
+    if data.validation.path and "data.validation.fraction" in layout._where:
+        fail(layout, "data.validation.fraction", "nothing else is held out with data.validation.path; remove one")
 
 
 def check_kernels(layout: Layout, module: ModuleType, cfg: Any) -> None:
-    """Whether the layout's GPU can do the attention kernel that was asked for, for this model."""
+    """Whether the model can mask documents, and the layout's GPU do the attention kernel that was asked for."""
+    if layout.data.document_mask and not hasattr(cfg, "document_mask"):
+        fail(layout, "data.document_mask", "true; this model has no masks of documents (llama and gpt2 have)")
     kernel, gpu = layout.kernels.attention, layout.cluster.device
     if kernel in ("auto", "math") or not hasattr(cfg, "attention"):  # a model of the user's own may have none
         return
     if kernel == "cudnn" and layout.run.deterministic:
         fail(layout, "kernels.attention", "cudnn; its backward is not deterministic; use auto, flash or math")
     device, dtype = "cpu" if gpu.capability is None else "cuda", _DTYPES[layout.run.precision]
+    masked = "valid" in module.BATCH or layout.data.document_mask
     try:
-        ops.kernel_for(kernel, device, dtype, cfg.head_dim, "valid" in module.BATCH, gpu.capability)
+        ops.kernel_for(kernel, device, dtype, cfg.head_dim, masked, gpu.capability)
     except ops.OpError as error:
         fail(layout, "kernels.attention", str(error).removeprefix("attention kernel "))
 
@@ -225,9 +242,13 @@ def check_place(layout: Layout) -> list[str]:
                 f"{at(layout, 'cluster.gpus_per_node')}: cluster.gpus_per_node: {cluster.gpus_per_node}; "
                 f"this machine has {have} GPUs"
             )
-    for path in data.path:
-        if not glob.glob(path, recursive=True):
-            found.append(f"{at(layout, 'data.path')}: data.path: {path!r}; matches no file from {os.getcwd()}")
+    asked = [("data.path", data.path, data.source), ("data.validation.path", data.validation.path, data.source)]
+    asked += [(f"data.mix.{i}.path", m.path, m.source) for i, m in enumerate(data.mix)]
+    for key, paths, source in asked:
+        for path in paths:
+            name = f"{path}.idx" if source == "megatron" and not path.endswith((".idx", ".bin")) else path
+            if "://" not in path and not glob.glob(name, recursive=True):
+                found.append(f"{at(layout, key)}: {key}: {path!r}; matches no file from {os.getcwd()}")
     folder = Path(layout.run.folder or ".").absolute()
     while not folder.exists():
         folder = folder.parent

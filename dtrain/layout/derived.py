@@ -41,13 +41,15 @@ def family(layout: Layout) -> tuple[Any, Any]:
         meant = next((f"{key}{nearest(key, ways)}; " for key in model.fields if nearest(key, ways)), "")
         has = f"{' and '.join(given)} are both given" if given else "says none of family, preset, file"
         fail(layout, "model", f"{meant}{has}; write exactly one of them")
-    for key in ("attention", "loss_chunks"):
+    for key, section in (("attention", "kernels"), ("loss_chunks", "kernels"), ("document_mask", "data")):
         if key in model.fields:
-            fail(layout, f"model.{key}", f"{model.fields[key]}; is written under kernels: {key}")
+            fail(layout, f"model.{key}", f"{model.fields[key]}; is written under {section}: {key}")
     try:
         module, cfg = models.resolve(**ways, fields=model.fields, base=Path(layout._folder))
         if hasattr(cfg, "attention"):  # a model of the user's own may have none
             cfg = dataclasses.replace(cfg, attention=layout.kernels.attention)
+        if hasattr(cfg, "document_mask"):
+            cfg = dataclasses.replace(cfg, document_mask=layout.data.document_mask)
         return module, cfg
     except models.ModelError as error:
         _blame(layout, error)

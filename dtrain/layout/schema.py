@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin
 
 from pydantic import (
@@ -188,19 +189,60 @@ class Optim(Section):
     eps: Positive = 1e-8
 
 
+Paths = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
+FILES = ("text", "jsonl", "parquet", "arrow", "megatron", "tokens")  # sources that read files
+SourceName = Literal["stdlib", "synthetic", "text", "jsonl", "parquet", "arrow", "megatron", "tokens"]
+TokenType = Literal["uint8", "uint16", "int16", "int32", "uint32", "int64"]
+
+
+def _mark(value: object) -> object:
+    if isinstance(value, (bool, str)) or (isinstance(value, int) and value >= 0):
+        return value
+    raise ValueError("must be true, false, the name of a special token, or an id (source: tokens)")
+
+
 class Validation(Section):
     fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.05
     batches: Count = 4
+    split: Literal["blocks", "documents"] = "blocks"
+    path: Paths = ()
+    stride: Count | None = None
+
+
+class Mixed(Section):
+    """One source of a mixture."""
+
+    source: SourceName
+    path: Paths = ()
+    field: str | None = None
+    dtype: TokenType = "uint16"
+    weight: Positive | None = None
+    epochs: Positive | None = None
+
+
+class Masking(Section):
+    unit: Literal["token", "word"] = "token"
+    ngram: Annotated[int, Field(ge=1, le=8)] = 1
 
 
 class Data(Section):
-    source: Literal["stdlib", "synthetic", "text", "jsonl"] = "stdlib"
-    path: Annotated[tuple[str, ...], BeforeValidator(_one_or_many)] = ()
+    source: SourceName = "stdlib"
+    path: Paths = ()
+    field: str | None = None
+    dtype: TokenType = "uint16"
+    mix: Annotated[tuple[Mixed, ...], BeforeValidator(_list)] = ()
     seq: Annotated[int, Field(ge=2)]
     batch: Count
     microbatch: Count = 1
     validation: Validation = Validation()
-    tokenizer: Literal["bytes"] = "bytes"
+    tokenizer: str = "bytes"
+    bos: bool | str = False
+    eos: Annotated[bool | str | int, PlainValidator(_mark)] = True
+    chat: bool = False
+    packing: Literal["concat", "best-fit", "none"] = "concat"
+    document_mask: bool = False
+    masking: Masking = Masking()
+    bad: Literal["error", "skip"] = "error"
 
 
 class LossScale(Section):
@@ -299,6 +341,20 @@ def section_of(annotation: Any) -> type[Section] | None:
         return annotation
     found = [section_of(a) for a in get_args(annotation)]
     return next((s for s in found if s is not None), None)
+
+
+def completed(values: Mapping[str, Any], section: type[Section] = Layout) -> dict[str, Any]:
+    """A layout as plain JSON values that an earlier version wrote, with the defaults of the keys that came since."""
+    out = dict(values)
+    for key, info in section.model_fields.items():
+        inner = section_of(info.annotation)
+        if isinstance(out.get(key), Mapping) and inner is not None and not is_table(info.annotation):
+            out[key] = completed(out[key], inner)
+        elif key not in out and not info.is_required():
+            default = info.get_default()
+            out[key] = json.loads(default.model_dump_json()) if isinstance(default, BaseModel) else default
+            out[key] = list(default) if isinstance(default, tuple) else out[key]
+    return out
 
 
 def is_table(annotation: Any) -> bool:

@@ -29,6 +29,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch import Tensor
+
 from dtrain import ops
 
 FAMILIES = ("llama", "gpt2", "bert")
@@ -158,6 +160,17 @@ def _nearest(word: str, known: Iterable[str]) -> str:
     known = list(known)
     near = get_close_matches(word, known, 1)
     return f"; did you mean {near[0]!r}?" if near else f"; allowed: {', '.join(known)}"
+
+
+def batch_fields(module: ModuleType, cfg: Any) -> dict[str, str]:
+    """The axes of each batch field: the model's, and `start`, where each position's document begins, when attention
+    stops at documents."""
+    return {**module.BATCH, **({"start": "batch seq"} if getattr(cfg, "document_mask", False) else {})}
+
+
+def starts(cfg: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """One more argument of an island where attention stops at documents: the field `start`. None otherwise."""
+    return (batch["start"],) if cfg.document_mask else ()
 
 
 def check(cfg: Any) -> None:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
 from dtrain import ops
 from dtrain.axes import Here, Init, On, Param, ParamTree
-from dtrain.models import ModelError, check, check_divides
+from dtrain.models import ModelError, check, check_divides, starts
 from dtrain.rng import Key
 
 ACT = "batch res_seq embed"
@@ -27,7 +28,8 @@ class Config:
 
     `dropout` is the rate after the embedding and on each residual branch, `attention_dropout` that on
     attention probabilities, which only the `math` kernel has (`auto` takes it then): set it to 0 for the
-    fast kernels. `loss_chunks` are the pieces that head and loss work on.
+    fast kernels. `loss_chunks` are the pieces that head and loss work on. With `document_mask` attention stops at
+    documents, whose positions each begin at 0 (batch field `start`).
     """
 
     layers: int
@@ -43,6 +45,7 @@ class Config:
     init_std: float = 0.02
     attention: str = "auto"
     loss_chunks: int = 1
+    document_mask: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mlp", self.mlp or 4 * self.embed)
@@ -122,12 +125,16 @@ def embed(cfg: Config, p: Mapping[str, Tensor], batch: Mapping[str, Tensor], key
             "positions",
         )
 
-    def add_positions(here: Here, x: Tensor, table: Tensor) -> Tensor:
-        return x + table[ops.positions(here, x, "res_seq", 1)]
+    start = starts(cfg, batch)
+
+    def add_positions(here: Here, x: Tensor, table: Tensor, start: Tensor | None = None) -> Tensor:
+        at = ops.positions(here, x, "res_seq", 1)
+        return x + (table[at] if start is None else F.embedding(at - start[:, at - here.offset("seq")], table))
 
     x = on.island(ops.embedding, ("vocab embed", "batch seq"), "batch seq embed +vocab")(w["table"], tokens)
     x = on.constrain(x, ACT)
-    x = on.island(add_positions, (ACT, "positions embed"), ACT)(x, w["positions"])
+    axes = (ACT, "positions embed", *["batch seq" for _ in start])
+    x = on.island(add_positions, axes, ACT)(x, w["positions"], *start)
     return _dropout(cfg, x, batch, key, "embed", on)
 
 
@@ -136,9 +143,11 @@ def block(cfg: Config, p: Mapping[str, Tensor], x: Tensor, batch: Mapping[str, T
     w = {name: on.gather(t) for name, t in p.items()}
     rate = cfg.attention_dropout
 
-    def attend(here: Here, q: Tensor, k: Tensor, v: Tensor, sample: Tensor) -> Tensor:
+    start = starts(cfg, batch)
+
+    def attend(here: Here, q: Tensor, k: Tensor, v: Tensor, sample: Tensor, start: Tensor | None = None) -> Tensor:
         if rate == 0:
-            return ops.attention(q, k, v, causal=True, kernel=cfg.attention)
+            return ops.attention(q, k, v, causal=True, kernel=cfg.attention, start_BS=start)
         drop = partial(
             ops.dropout,
             here,
@@ -148,13 +157,14 @@ def block(cfg: Config, p: Mapping[str, Tensor], x: Tensor, batch: Mapping[str, T
             site="attention",
             rate=rate,
         )
-        return ops.attention(q, k, v, causal=True, kernel="math", drop=drop)
+        return ops.attention(q, k, v, causal=True, kernel="math", start_BS=start, drop=drop)
 
     Q = "batch seq heads head_dim"
     h = ops.layer_norm(x, w["norm_attn"], w["norm_attn_bias"], cfg.norm_eps)
     h = on.constrain(h, "batch seq embed")
     q, k, v = (ops.to_heads(h, w[f"w{n}"]) + w[f"b{n}"] for n in "qkv")
-    a = on.island(attend, (Q, Q, Q, "batch"), Q)(q, k, v, batch["sample"])
+    axes = (Q, Q, Q, "batch", *["batch seq" for _ in start])
+    a = on.island(attend, axes, Q)(q, k, v, batch["sample"], *start)
     # A bias comes after the sum over ranks, so that it is added once.
     o = on.constrain(ops.from_heads(a, w["wo"]), ACT) + w["bo"]
     x = x + _dropout(cfg, o, batch, key, "attention_residual", on)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dtrain import ops
 from dtrain.axes import Here, Init, On, Param, ParamTree
-from dtrain.models import ModelError, check, check_divides
+from dtrain.models import ModelError, check, check_divides, starts
 from dtrain.rng import Key
 
 ACT = "batch res_seq embed"
@@ -24,7 +24,8 @@ BATCH = {"tokens": "batch seq", "labels": "batch seq", "sample": "batch"}
 class Config:
     """Sizes. `kv_heads` 0 means as many as `heads`, `head_dim` 0 means embed / heads; both are filled in.
 
-    `attention` is the kernel (`ops.KERNELS`), `loss_chunks` the pieces that head and loss work on,
+    `attention` is the kernel (`ops.KERNELS`), `loss_chunks` the pieces that head and loss work on; with
+    `document_mask` attention stops at documents, whose positions each begin at 0 (batch field `start`);
     `rope_scaling` Llama 3.1's table {factor, low, high, original}, `init_std` the standard
     deviation of the weights, those before a residual scaled by 1/sqrt(2 layers).
     """
@@ -43,6 +44,7 @@ class Config:
     init_std: float = 0.02
     attention: str = "auto"
     loss_chunks: int = 1
+    document_mask: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
@@ -111,16 +113,19 @@ def block(cfg: Config, p: Mapping[str, Tensor], x: Tensor, batch: Mapping[str, T
     """One layer, ACT -> ACT."""
     w = {name: on.gather(t) for name, t in p.items()}
 
-    def attend(here: Here, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    start = starts(cfg, batch)
+
+    def attend(here: Here, q: Tensor, k: Tensor, v: Tensor, start: Tensor | None = None) -> Tensor:
         at = ops.positions(here, q, "seq", 1)
+        at = at if start is None else at - start
         cos, sin = ops.rope_tables(at, cfg.head_dim, cfg.rope_theta, cfg.rope_scaling, q.dtype)
         q, k = ops.rotate(q, cos, sin), ops.rotate(k, cos, sin)
-        return ops.attention(q, k, v, causal=True, kernel=cfg.attention)
+        return ops.attention(q, k, v, causal=True, kernel=cfg.attention, start_BS=start)
 
     Q, KV = "batch seq heads head_dim", "batch seq kv_heads head_dim"
     h = on.constrain(ops.rms_norm(x, w["norm_attn"], cfg.norm_eps), "batch seq embed")
     q, k, v = (ops.to_heads(h, w[name]) for name in ("wq", "wk", "wv"))
-    a = on.island(attend, (Q, KV, KV), Q)(q, k, v)
+    a = on.island(attend, (Q, KV, KV, *["batch seq" for _ in start]), Q)(q, k, v, *start)
     x = x + on.constrain(ops.from_heads(a, w["wo"]), ACT)
 
     h = on.constrain(ops.rms_norm(x, w["norm_mlp"], cfg.norm_eps), "batch seq embed")

@@ -238,17 +238,20 @@ def _inside(node: fx.Node, capability: tuple[int, int] | None, fused: bool) -> i
     name = passes.op_name(node) if node.op == "call_function" else ""
     if name not in ("attention", "attention_backward"):
         return 0
-    *values, causal, kernel = node.args
-    given: list[Any] = [a.meta["val"] if isinstance(a, fx.Node) else a for a in values]
+    tensors = 4 if name == "attention" else 7  # and causal, the kernel and, with a mask of documents, where they start
+    (causal, kernel), starts = node.args[tensors : tensors + 2], node.args[tensors + 2 :]
+    given: list[Any] = [a.meta["val"] if isinstance(a, fx.Node) else a for a in (*node.args[:tensors], *starts)]
     q, k = given[:2] if name == "attention" else given[1:3]
     device = "cpu" if capability is None else "cuda"
-    used = ops.kernel_for(str(kernel), device, q.dtype, q.shape[3], given[-1] is not None, capability)
+    masked = any(x is not None for x in given[tensors - 1 :])
+    used = ops.kernel_for(str(kernel), device, q.dtype, q.shape[3], masked, capability)
     here = [x for x in given if x is not None]
     by: Callable[..., Any] = ops.attention_by if name == "attention" else ops.attention_backward_by
 
-    def run(*tensors: Tensor) -> list[Tensor]:
-        it = iter(tensors)
-        return list(by(used, *[None if x is None else next(it) for x in given], causal))
+    def run(*values: Tensor) -> list[Tensor]:
+        it = iter(values)
+        local = [None if x is None else next(it) for x in given]
+        return list(by(used, *local[:tensors], causal, *local[tensors:]))
 
     graph = make_fx(run, tracing_mode="fake")(*here)
     graph.graph.eliminate_dead_code()

@@ -175,9 +175,11 @@ _ROWS = 128  # query positions that a multiprocessor works on
 
 def attention_kernel(on: Machine, node: fx.Node) -> str:
     """Which kernel an attention node runs on this GPU, with a current cuDNN and without FlashAttention-3."""
-    asked = str(node.args[-1])
+    forward = passes.op_name(node) == "attention"
+    asked = str(node.args[5 if forward else 8])
     q = _queries(node)
-    masked = _tensor(node.args[3 if passes.op_name(node) == "attention" else 6]) is not None
+    valid, starts = node.args[3 if forward else 6], node.args[(6 if forward else 9) :]
+    masked = any(_tensor(mask) is not None for mask in (valid, *starts))
     device = "cpu" if on.gpu.capability is None else "cuda"
     if asked == "auto" and on.gpu.kind in ("hopper", "blackwell") and not on.deterministic:
         try:

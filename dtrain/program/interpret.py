@@ -261,7 +261,7 @@ def _unit(program: Program, calls: Calls, place: Place, unit: int, counts: tuple
         segment,
         {graph: calls[name, graph] for graph in segment.graphs},
         (*step, grad, "layer", *(f"params:{n}" for n in segment.stored)),
-        tuple(f"batch:{f}" for f in job.module.BATCH),
+        tuple(f"batch:{f}" for f in job.fields),
         _number(unit, place.device),
         tuple(storage_path(program, unit, n) for n in segment.stored),
         tuple(unit_path(unit, job.layers, n) for n in segment.owned),

@@ -40,6 +40,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dtrain import storage
 from dtrain.axes import ALONE, AxesError, On, Param, ParamTree, Rules, inherit, padded, parse, split
 from dtrain.mesh import Mesh, fake_mesh, flat_index
+from dtrain.models import batch_fields
 from dtrain.program import cost, passes, remat
 from dtrain.program.passes import Cut, Division, Joint, Save
 from dtrain.program.record import record
@@ -83,6 +84,11 @@ class Job:
     master: torch.dtype = torch.float32
     remat: str | tuple[str, ...] | Budget = "selective"
     tied_across: tuple[int, int] | None = None
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """The axes of each batch field."""
+        return batch_fields(self.module, self.config)
 
     @property
     def trace_dims(self) -> tuple[str, ...]:
@@ -225,6 +231,11 @@ def lower(job: Job, rank: int = 0) -> Program:
         traced = {name: _trace_segment(job, name, stored[name], mesh) for name in SEGMENTS}
     saves = _saves(job, {name: t.joint for name, t in traced.items() if name != "head"})
     segments = {name: _cut_segment(job, name, stored[name], traced[name], saves.get(name)) for name in SEGMENTS}
+    if "start" in job.fields and "batch:start" not in segments["block"].graphs["forward"].inputs:
+        raise LoweringError(
+            f"{_model_file(job.module, 'block')}: data.document_mask is on, but block does not use batch['start'], "
+            "where documents begin; hand it to ops.attention as start_BS, or set data.document_mask: false"
+        )
     for segment in segments.values():
         for n, s in segment.stored.items():
             if s.param.tied_to and job.tied_across is None:
@@ -263,7 +274,7 @@ def act_shape(job: Job) -> tuple[int, ...]:
 
 def _count_names(job: Job, fake: FakeTensorMode) -> tuple[str, ...]:
     with fake:
-        batch = {k: torch.zeros([2] * len(parse(v)[0]), dtype=torch.int64) for k, v in job.module.BATCH.items()}
+        batch = {k: torch.zeros([2] * len(parse(v)[0]), dtype=torch.int64) for k, v in job.fields.items()}
         return tuple(job.module.counts(job.config, batch))
 
 
@@ -299,7 +310,7 @@ def _trace_segment(job: Job, name: str, stored: Mapping[str, Stored], mesh: Devi
             inputs[f"params:{n}"] = torch.empty(stored[n].local, dtype=job.dtype)
         if name != "embed":
             inputs["x"] = torch.empty(act, dtype=job.dtype)
-        for field, spec in module.BATCH.items():
+        for field, spec in job.fields.items():
             axes, _ = parse(spec)
             inputs[f"batch:{field}"] = torch.empty(
                 _local([sizes[a] for a in axes], axes, job, f"batch field {field}"), dtype=torch.int64
@@ -454,9 +465,7 @@ def _trace(
     for n, s in stored.items():
         leaves[n] = lift(given[f"params:{n}"], placements(dims, s.cut)).detach().requires_grad_(True)
     handles: Any = {n: Held(f"{name}/{n}", leaf, model) for n, leaf in leaves.items()}
-    batch = {
-        f: lift(given[f"batch:{f}"], place(tracing, spec) if tracing else None) for f, spec in module.BATCH.items()
-    }
+    batch = {f: lift(given[f"batch:{f}"], place(tracing, spec) if tracing else None) for f, spec in job.fields.items()}
     where = place(tracing, module.ACT) if tracing else None
     x = lift(given["x"], where).detach().requires_grad_(True) if name != "embed" else None
     gather = on.gather if mesh is not None else lambda p: p.tensor if isinstance(p, Held) else p
