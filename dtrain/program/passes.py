@@ -213,7 +213,7 @@ def overlap(cut: Cut) -> Cut:
         order.update(dict.fromkeys(ancestors([node], graph)))
         for product in products:
             needs = ancestors([product], graph)
-            if all(n in order or not (is_collective(n) or op_name(n) == "wait_tensor") for n in needs):
+            if all(n in order or not (is_collective(n) or n.all_input_nodes[:1] == [node]) for n in needs):
                 order.update(dict.fromkeys(needs))
     order.update(dict.fromkeys(ancestors(ends, graph)))
     return build(graph, holes, results, cut.outputs, order=[*order, *graph.nodes])
