@@ -220,14 +220,16 @@ def overlap(cut: Cut) -> Cut:
 
 
 def _halves(backward: Cut) -> dict[str, Cut]:
-    """backward -> the part that the previous stage waits for, and the rest."""
+    """backward -> the part that the previous stage waits for, and the rest. What depends on parameters only is made
+    from them in both: it may be a view of one, which would outlive its FREE."""
     graph = backward.module.graph
     holes = dict(zip(graph.find_nodes(op="placeholder"), backward.inputs, strict=True))
     results = results_of(graph)
     has_x = backward.outputs[0] == "grad:x"
     first = results[:1] if has_x else []
     rest = results[1:] if has_x else results
-    done = ancestors(first)
+    fixed = _depends_only_on(graph, {h for h, name in holes.items() if name.startswith("params:")})
+    done = {n for n in ancestors(first) if n not in fixed}
     crossing = {
         a: None
         for n in ancestors(rest, graph)
