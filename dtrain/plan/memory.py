@@ -228,9 +228,9 @@ def _solid(node: fx.Node) -> bool:
     """Whether a node is an operation of its own in a compiled graph: it reads memory and writes memory."""
     if node.op != "call_function" or passes.op_name(node) in _FUSED:
         return False
-    schema = getattr(node.target, "_schema", None)
-    view = schema is not None and any(r.alias_info is not None for r in schema.returns)
-    return not view and not {torch.Tag.pointwise, torch.Tag.reduction} & {*getattr(node.target, "tags", ())}
+    return not passes.is_view(node) and not {torch.Tag.pointwise, torch.Tag.reduction} & {
+        *getattr(node.target, "tags", ())
+    }
 
 
 def _inside(node: fx.Node, capability: tuple[int, int] | None, fused: bool) -> int:
