@@ -518,7 +518,8 @@ def in_chunks(loss: Callable[..., Tensor], chunks: int, *xs: Tensor) -> Tensor:
     if chunks == 1:
         return loss(*xs)
     parts = zip(*(torch.split(x, x.shape[1] // chunks, 1) for x in xs), strict=True)
-    return torch.stack([loss(*part) for part in parts]).sum()
+    # Backward begins with the last piece. So does the sum, lest a compiler compute all pieces for it first.
+    return functools.reduce(torch.add, [loss(*part) for part in parts][::-1])
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -274,10 +274,9 @@ def _reduce_scatter(
             for i in index:
                 at, g = storeds[i].steps[depth[i]].at, out[i]
                 shape = storeds[i].shape(depth[i] + 1)
-                g = F.pad(
-                    g,
-                    [p for j in reversed(range(g.ndim)) for p in (0, (ranks * shape[at] - g.shape[at]) * (j == at))],
-                )
+                missing = ranks * shape[at] - g.shape[at]
+                if missing:  # padding by nothing is a copy
+                    g = F.pad(g, [p for j in reversed(range(g.ndim)) for p in (0, missing * (j == at))])
                 rows.append(g.reshape(*shape[:at], ranks, *shape[at:]).movedim(at, 0).reshape(ranks, -1))
                 shapes.append(shape)
             flat = torch.cat(rows, 1).reshape(-1)

@@ -135,8 +135,9 @@ def test_counts_follow_the_action_list() -> None:
         assert {e.count for e in found if e.graph == "reduce_early" and e.segment == "head"} == {4}
         return {e.segment: e.count for e in found if e.phase == "unshard"}
 
-    assert unshards("use") == {"embed": 8, "block": 16, "head": 4}  # the head's loss and gradient are one use
-    assert unshards("forward") == {"embed": 4, "block": 8, "head": 4}
+    # The head's loss and gradient are one use, and embed's forward follows its backward at once three times.
+    assert unshards("use") == {"embed": 5, "block": 16, "head": 4}
+    assert unshards("forward") == {"embed": 1, "block": 8, "head": 4}
     assert unshards("step") == {"embed": 1, "block": 2, "head": 1}
 
 

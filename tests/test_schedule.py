@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -225,8 +227,8 @@ def test_lists_of_one_process_written_out():
 def test_a_pipeline_written_out():
     lists = actions(compute_order("1f1b", 2, 1, 1), [range(2), range(2, 4)], [0, 1], keep="use", gathered={1, 2})
     assert text(lists[0]) == (
-        "RECV grad(1, 0) from 1 UNSHARD(0) F(0, 0) UNSHARD(1) F(1, 0) FREE(1) SEND act(1, 0) to 1 "
-        "WAIT grad(1, 0) UNSHARD(1) B(1, 0) FREE(1) REDUCE(1) B(0, 0) WAIT sent(1, 0) REDUCE(0) UPDATE"
+        "RECV grad(1, 0) from 1 UNSHARD(0) F(0, 0) UNSHARD(1) F(1, 0) SEND act(1, 0) to 1 "
+        "WAIT grad(1, 0) B(1, 0) FREE(1) REDUCE(1) B(0, 0) WAIT sent(1, 0) REDUCE(0) UPDATE"
     )
     assert text(lists[1]) == (
         "RECV act(1, 0) from 0 WAIT act(1, 0) UNSHARD(2) F(2, 0) FREE(2) UNSHARD(3) "
@@ -270,11 +272,29 @@ def test_keep_decides_how_often_a_unit_is_gathered():
         lists = actions(order, unit_ranges([1, 1]), [0, 1], keep=keep, gathered=range(4))
         return [sum(a == Action("UNSHARD", unit) for todo in lists for a in todo) for unit in range(4)]
 
-    for schedule, uses in (("gpipe", 8), ("1f1b", 8), ("zero-bubble", 12)):
+    # Two uses of each unit a microbatch, three where backward is halved; the head's loss and gradient are one. A use
+    # that follows at once needs no gather: unit 1's first backward after its last forward, unit 2's forwards in a row.
+    for schedule, uses in (
+        ("gpipe", [8, 8 - 1, 8 - 3, 4]),
+        # F0 F1 B0 F2 B1 F3 B2 B3 on the first coordinate: twice from B to F, at unit 0, and from F to B three times
+        ("1f1b", [8 - 2, 8 - 3, 8 - 3, 4]),
+        # F0 F1 I0 W0 F2 I1 W1 F3 I2 W2 I3 W3, and F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3, where I ends and all else is 2
+        ("zero-bubble", [12 - 2, 12 - 3, 12 - 7, 4]),
+    ):
         assert gathers(schedule, "step") == [1, 1, 1, 1]
-        assert gathers(schedule, "use") == [uses] * 3 + [4]  # the head's loss and gradient are one use
+        assert gathers(schedule, "use") == uses
     assert gathers("gpipe", "forward") == [1, 1, 1, 4]
-    assert gathers("1f1b", "forward") == [1, 1, 4, 4]  # the last stage has one microbatch at a time
+    assert gathers("1f1b", "forward") == [1, 1, 1, 4]  # unit 2 has one microbatch at a time, and the next at once
+
+
+@pytest.mark.parametrize("keep", ["use", "forward"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+def test_nothing_is_freed_to_be_gathered_at_once(schedule, keep):
+    lists = actions(compute_order(schedule, 2, 1, 4), unit_ranges([1, 2]), [0, 1], keep=keep, gathered=range(5))
+    for todo in lists:
+        kept = [a for a in todo if a.kind in ("F", "B", "I", "W", "UNSHARD", "FREE")]
+        freed = [(a.unit, b.unit) for a, b in pairwise(kept) if (a.kind, b.kind) == ("FREE", "UNSHARD")]
+        assert any(a.kind == "FREE" for a in kept) and all(a != b for a, b in freed)
 
 
 def test_prefetch_written_out():

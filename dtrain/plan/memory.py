@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -228,9 +228,9 @@ def _solid(node: fx.Node) -> bool:
     """Whether a node is an operation of its own in a compiled graph: it reads memory and writes memory."""
     if node.op != "call_function" or passes.op_name(node) in _FUSED:
         return False
-    schema = getattr(node.target, "_schema", None)
-    view = schema is not None and any(r.alias_info is not None for r in schema.returns)
-    return not view and not {torch.Tag.pointwise, torch.Tag.reduction} & {*getattr(node.target, "tags", ())}
+    return not passes.is_view(node) and not {torch.Tag.pointwise, torch.Tag.reduction} & {
+        *getattr(node.target, "tags", ())
+    }
 
 
 def _inside(node: fx.Node, capability: tuple[int, int] | None, fused: bool) -> int:
@@ -284,12 +284,11 @@ class _Block:
 
 @dataclass
 class _Held:
-    """What a rank holds at one point of its list: the slots of the interpreter. `now` are the most bytes since the
-    current action began, `most` those since the first, and `then` what they were made of."""
+    """What a rank holds at one point of its list: the slots of the interpreter. `most` are the most bytes since the
+    current action began, and `then` what they were made of."""
 
     bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     total: int = 0
-    now: int = 0
     most: int = -1
     then: dict[str, int] = field(default_factory=dict)
 
@@ -308,7 +307,6 @@ class _Held:
     def mark(self, transient: int = 0) -> None:
         """Notice what is held, with so many bytes more for the moment."""
         total = self.total + transient
-        self.now = max(self.now, total)
         if total > self.most:
             self.most, self.then = total, {**self.bytes, "transient": transient}
 
@@ -326,23 +324,26 @@ class _Held:
 
     def keep(self, block: _Block, kind: str) -> _Block:
         """One more holder, which makes it of this kind."""
+        block.holders += 1
+        return self.turn(block, kind)
+
+    def turn(self, block: _Block, kind: str) -> _Block:
         self.bytes[block.kind] -= block.bytes
         self.bytes[kind] += block.bytes
         block.kind = kind
-        block.holders += 1
         return block
 
     def results(self, f: Flow, given: Mapping[str, _Block], of: Sequence[int | str], kind: str) -> list[_Block]:
-        """The blocks of results of a graph, each with one more holder and of this kind."""
+        """The blocks of results of a graph, each with one more holder; new ones are of this kind."""
         made: dict[int | str, _Block] = {}
         out = []
         for r in of:
             block = made.get(r) or given.get(str(r))
             if block is None:
                 block = made[r] = self.new(f.sizes[r] if isinstance(r, int) else 0, kind)
-                out.append(block)
             else:
-                out.append(self.keep(block, kind))
+                block.holders += 1
+            out.append(block)
         return out
 
 
@@ -477,30 +478,44 @@ def _in_flight(graph: Graph, f: Flow) -> int:
 
 def _walk(plan: Plan, program: Program, pp: int, found: Flows) -> Memory:
     """Run a coordinate's list on bytes."""
-    layers, units = program.job.layers, plan.units[pp]
-    parts = {name: _part(program, name, found) for name in {unit_segment(u, layers)[0] for u in units}}
-    run = _Run(program, units, parts, _Held())
-    held = run.held
-    for s, _, _ in owned(program, units).values():
-        size = math.prod(s.shape(len(s.steps))) * program.job.master.itemsize
-        held.new(size, "optimizer" if len(s.steps) > s.rest else "parameters")
-        held.new(2 * size, "optimizer")
-    _publish(run)
-    held.new(_batch_bytes(plan, parts), "carried")
-
     outside = context(plan.layout)
     lost = FRAGMENTS if outside else 0.0
-    over_time, moment = [], 0
-    held.most = -1
-    for position, action in enumerate(plan.train[pp]):
-        most, held.now = held.most, 0
-        held.mark()
+    most, moment, over_time, then = -1, 0, [], {}
+    for position, step in enumerate(held(plan, program, pp, found)):
+        over_time.append(step.most + int(lost * step.most) + outside)
+        if step.most > most:
+            most, moment, then = step.most, position, dict(step.then)
+    reserve = int(lost * most) + outside
+    return Memory(**then, reserve=reserve, peak=most + reserve, moment=moment, over_time=tuple(over_time))
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One action: the most bytes while it runs and what they are, by the names of `Memory`; and what is left held."""
+
+    most: int
+    then: Mapping[str, int]
+    after: Mapping[str, int]
+
+
+def held(plan: Plan, program: Program, pp: int, found: Flows | None = None) -> Iterator[Moment]:
+    """What a rank at a pipeline coordinate holds, action by action; without the reserve."""
+    layers, units = program.job.layers, plan.units[pp]
+    found = found or flows(plan, program)
+    parts = {name: _part(program, name, found) for name in {unit_segment(u, layers)[0] for u in units}}
+    run = _Run(program, units, parts, _Held())
+    for s, _, _ in owned(program, units).values():
+        size = math.prod(s.shape(len(s.steps))) * program.job.master.itemsize
+        run.held.new(size, "optimizer" if len(s.steps) > s.rest else "parameters")
+        run.held.new(2 * size, "optimizer")
+    _publish(run)
+    run.held.new(_batch_bytes(plan, parts), "carried")
+    for action in plan.train[pp]:
+        run.held.most = -1
+        run.held.mark()
         _do(run, action)
-        held.mark()
-        moment = position if held.most > most else moment
-        over_time.append(held.now + int(lost * held.now) + outside)
-    reserve = int(lost * held.most) + outside
-    return Memory(**held.then, reserve=reserve, peak=held.most + reserve, moment=moment, over_time=tuple(over_time))
+        run.held.mark()
+        yield Moment(run.held.most, run.held.then, dict(run.held.bytes))
 
 
 def _batch_bytes(plan: Plan, parts: Mapping[str, _Part]) -> int:
@@ -564,7 +579,7 @@ def _do(run: _Run, a: Action) -> None:
             f, flying = part.flows["reduce_wait"], held.flying.pop(("grads", *here))
             held.mark(f.peak)
             crossing = dict(zip(part.segment.graphs["reduce_wait"].inputs, flying, strict=False))
-            held.reduced += held.results(f, crossing, f.results, "gradients")
+            held.reduced += [held.turn(b, "gradients") for b in held.results(f, crossing, f.results, "gradients")]
             held.drop(*flying)
         case "SEND":
             _send(run, a)
@@ -702,4 +717,4 @@ def _publish(run: _Run) -> None:
             held.rest += held.results(f, {}, cut, "parameters")
 
 
-__all__ = ["Flow", "Memory", "capacity", "context", "flow", "flows", "memories", "memory"]
+__all__ = ["Flow", "Memory", "Moment", "capacity", "context", "flow", "flows", "held", "memories", "memory"]

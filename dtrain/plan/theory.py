@@ -167,7 +167,7 @@ def _weights(part: _Part) -> list[Term]:
     for stage, layers in part.layers.items():
         times = {"embed": int(stage == 0), "block": layers, "head": int(stage == len(part.owner) - 1)}
         for segment, params in tree.items():
-            uses = _uses(part, stage, segment)
+            gathers = _gathers(part, stage, segment)
             cuts = {name: _cuts(part, padded(p, layouts.pad(lay))) for name, p in params.items()}
             for name, p in params.items():
                 terms: list[Term] = []
@@ -182,7 +182,7 @@ def _weights(part: _Part) -> list[Term]:
                 owned = p.tied_to is None or part.tied_across
                 for k, (_, dims) in enumerate(c.steps):
                     if k < c.rest:
-                        terms += part.ring("gathers of weights", "unshard", dims, uses * whole[k] * narrow)
+                        out += part.ring("gathers of weights", "unshard", dims, gathers * whole[k] * narrow)
                     elif owned:
                         terms += part.ring("gathers of weights", "publish", dims, whole[k] * narrow)
                     if k < c.grads:
@@ -204,23 +204,36 @@ def _weights(part: _Part) -> list[Term]:
     return out
 
 
-def _uses(part: _Part, stage: int, segment: str) -> int:
-    """How often a step gathers the weights of a segment on a stage: once, as often as a forward finds no microbatch
-    in flight there, or before each forward, backward and half of a backward. The head's are one."""
-    lay = part.layout
+def _gathers(part: _Part, stage: int, segment: str) -> int:
+    """How many times a step gathers weights of a segment on a stage, all its layers together: each once; as often as a
+    forward finds no microbatch in flight there; or before each forward, backward and half of a backward, but not where
+    the same layer is used twice in a row, as when a stage ends a backward and begins a forward. The head's uses are one
+    a microbatch."""
+    lay, layers = part.layout, part.layers[stage]
+    embed, head = int(stage == 0), int(stage == len(part.owner) - 1)
+    count = {"embed": embed, "block": layers, "head": head}[segment]
     if lay.unshard.keep == "step":
-        return 1
+        return count
     if segment == "head":
-        return part.microbatches
+        return count * part.microbatches
+
+    def path(kind: str) -> list[str]:
+        """The layers that a compute goes through; only its ends matter."""
+        down = ["embed"] * embed + [f"block {i}" for i in range(layers)]
+        return down if kind == "F" else (down + ["head"] * (head and kind != "W"))[::-1]
+
     order = compute_order(lay.pipeline.schedule, lay.sizes["pp"], lay.pipeline.chunks or 1, part.microbatches)[part.pp]
-    kinds = [kind for kind, s, _ in order if s == stage]
-    if lay.unshard.keep == "use":
-        return len(kinds)
-    flying = starts = 0
-    for kind in kinds:
-        starts += kind == "F" and flying == 0
-        flying += {"F": 1, "I": 0}.get(kind, -1)
-    return starts
+    found = flying = 0
+    before: tuple[int, str] = (-1, "")  # the stage and layer used last
+    for kind, s, _ in order:
+        if s == stage:
+            through = path(kind)
+            fresh = lay.unshard.keep == "use" or (kind == "F" and flying == 0)
+            again = before == (s, through[0]) and through[0].startswith(segment)
+            found += fresh * (count - again)
+            flying += {"F": 1, "I": 0}.get(kind, -1)
+        before = (s, path(kind)[-1]) if s == stage else (-1, "")
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ activations

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dtrain import ops
 from dtrain.program.interpret import Call, Calls, unit_segment
 from dtrain.program.lower import Graph, Program
-from dtrain.program.passes import build, op_name, results_of
+from dtrain.program.passes import Cut, build, op_name, pieces, results_of
 from dtrain.program.schedule import Action
 from dtrain.torch_private import cpp_compiler, inductor_compile
 
@@ -125,7 +125,29 @@ def _on(module: fx.GraphModule, device: str) -> fx.GraphModule:
 
 
 def _compile(program: Program, name: Name, device: str) -> Call:
-    g = _graph(program, name)
+    g, what = _graph(program, name), f"{name[0]}.{name[1]}"
+    parts = pieces(Cut(g.module, g.inputs, g.outputs))
+    calls = [_compile_piece(p, what, device) for p in parts]
+    return calls[0] if len(calls) == 1 else _in_turn(g.inputs, parts, calls)
+
+
+def _in_turn(inputs: Sequence[str], parts: Sequence[Cut], calls: Sequence[Call]) -> Call:
+    """Pieces of a graph as one call; what crosses is dropped after its last reader."""
+    last = {k: i for i, p in enumerate(parts) for k in p.inputs}
+    ends = [[k for k, at in last.items() if at == i and k.startswith("part:")] for i in range(len(parts))]
+
+    def run(*args: Tensor) -> Sequence[Tensor]:
+        there = dict(zip(inputs, args, strict=True))
+        for part, call, done in zip(parts[:-1], calls[:-1], ends[:-1], strict=True):
+            there.update(zip(part.outputs, call(*[there[k] for k in part.inputs]), strict=True))
+            for k in done:
+                del there[k]
+        return calls[-1](*[there[k] for k in parts[-1].inputs])
+
+    return run
+
+
+def _compile_piece(g: Cut, what: str, device: str) -> Call:
     # Strides count: Inductor writes code for the layout that was traced.
     examples = [
         torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=device)
@@ -139,7 +161,7 @@ def _compile(program: Program, name: Name, device: str) -> Call:
             # custom operation, which small layers feel.
             module = make_fx(module, decomposition_table=ops.OPAQUE, tracing_mode="fake")(*given)
         call = inductor_compile(module, given)
-    return _checked(call, f"{name[0]}.{name[1]}", g.inputs, examples, tables)
+    return _checked(call, what, g.inputs, examples, tables)
 
 
 def _tables(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]:

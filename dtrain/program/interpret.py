@@ -505,6 +505,9 @@ def _update(program: Program, calls: Calls, place: Place) -> Op:
     def op(s: _Slots, mb: int) -> None:
         masters = s.step.update(s.reduced, s.loss)
         if masters is not None:
+            # Used up or stale, and what comes needs their room.
+            for old in (s.params, s.reduced, s.weights.rest):
+                old.clear()
             new = publish(program, calls, place, masters)
             s.weights.masters, s.weights.rest = new.masters, new.rest
 

@@ -184,7 +184,8 @@ def add_products(cut: Cut) -> Cut:
             continue
         with graph.inserting_before(node):
             new = graph.call_function(aten.addmm.default, (sum_, *last.args))
-            new.meta = {**last.meta}
+            new.meta = {**last.meta, "chunk": True}
+            sum_.meta["chunk"] = True
             if more is not last:
                 new = graph.call_function(aten.t.default, (new,))
                 new.meta = {**node.meta}
@@ -219,15 +220,67 @@ def overlap(cut: Cut) -> Cut:
     return build(graph, holes, results, cut.outputs, order=[*order, *graph.nodes])
 
 
+def pieces(whole: Cut) -> list[Cut]:
+    """A graph as several that run one after the other, cut where a chunk has been added up (`add_products`) and the
+    next one begins: a compiler may compute the scores of all chunks before it uses any. What crosses is `part:I`."""
+    graph = whole.module.graph
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    holes = dict(zip(graph.find_nodes(op="placeholder"), whole.inputs, strict=True))
+    after = {h for h, name in holes.items() if name == "grad"}
+    for node in nodes:
+        if any(a in after for a in node.all_input_nodes):
+            after.add(node)
+    # The next chunk begins with the first value that is not the gradient's.
+    begins = [i for i, n in enumerate(nodes) if n not in after and not is_view(n)]
+    ended = [i for i, n in enumerate(nodes) if "chunk" in n.meta][:-1]
+    starts = sorted({next((b for b in begins if b > e), 0) for e in ended} - {0})
+    if not starts:
+        return [whole]
+
+    def base(node: fx.Node) -> fx.Node:
+        return base(node.all_input_nodes[0]) if is_view(node) else node
+
+    group = {n: sum(i >= start for start in starts) for i, n in enumerate(nodes)}
+    results = results_of(graph)
+    crossing = {
+        base(a): None
+        for n in nodes
+        for a in n.all_input_nodes
+        if group.get(base(a), group[n]) < group[n] and not is_view(n)
+    }
+    crossing |= {base(n): None for n in results if group.get(base(n), len(starts)) < len(starts)}
+    names = {n: f"part:{i}" for i, n in enumerate(crossing)}
+    out = []
+    for k in range(len(starts) + 1):
+        given = holes | {n: name for n, name in names.items() if group[n] < k}
+        made = [n for n in names if group[n] == k]
+        if k == len(starts):
+            out.append(build(graph, given, results, whole.outputs))
+        else:
+            out.append(build(graph, given, made, tuple(names[n] for n in made)))
+    return out
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's value lies in its input's memory."""
+    if op_name(node) == "getitem":
+        return is_view(node.all_input_nodes[0])
+    schema = getattr(node.target, "_schema", None)
+    shares = schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return shares or op_name(node) == "_unsafe_view"
+
+
 def _halves(backward: Cut) -> dict[str, Cut]:
-    """backward -> the part that the previous stage waits for, and the rest."""
+    """backward -> the part that the previous stage waits for, and the rest. What depends on parameters only is made
+    from them in both: it may be a view of one, which would outlive its FREE."""
     graph = backward.module.graph
     holes = dict(zip(graph.find_nodes(op="placeholder"), backward.inputs, strict=True))
     results = results_of(graph)
     has_x = backward.outputs[0] == "grad:x"
     first = results[:1] if has_x else []
     rest = results[1:] if has_x else results
-    done = ancestors(first)
+    fixed = _depends_only_on(graph, {h for h, name in holes.items() if name.startswith("params:")})
+    done = {n for n in ancestors(first) if n not in fixed}
     crossing = {
         a: None
         for n in ancestors(rest, graph)

@@ -220,7 +220,8 @@ def actions(
 
     `stages` are the units of each stage, `coordinate` its owner. `gathered` are the units whose gathered
     parameters are freed again, when `keep` says: after the last use of the `step`, when no microbatch is
-    between its `forward` and its backward, or after each `use`; any other unit gets one UNSHARD and no FREE.
+    between its `forward` and its backward, or after each `use`, but not where the next compute is the unit's own; any
+    other unit gets one UNSHARD and no FREE.
     REDUCE follows a unit's last accumulation; a unit in `reduce_each` also has a REDUCE of its own for every
     microbatch, into a sharded accumulator. `tied` are pairs of units that share a parameter: their REDUCE of
     the step meets the other coordinate, so these come last and in one order everywhere. A unit may be in one
@@ -371,6 +372,7 @@ def _with_gathers(computes: Sequence[Action], keep: Keep, gathered: Collection[i
     flying: Counter[int] = Counter()
     present: set[int] = set()
     out: list[Action] = []
+    units = iter([*[a.unit for a in computes if a.kind in COMPUTES][1:], -1])
     for action in computes:
         unit = action.unit
         if action.kind not in COMPUTES:
@@ -383,7 +385,8 @@ def _with_gathers(computes: Sequence[Action], keep: Keep, gathered: Collection[i
         left[unit] -= 1
         flying[unit] = max(0, flying[unit] + {"F": 1, "I": 0}.get(action.kind, -1))  # the head has no F
         done = {"step": left[unit] == 0, "forward": flying[unit] == 0, "use": True}[keep]
-        if unit in gathered and done:
+        again = next(units) == unit
+        if unit in gathered and done and not again:
             out.append(Action("FREE", unit))
             present.remove(unit)
     return out
