@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat
-from torch import Tensor
+from torch import Tensor, library
 
 from dtrain import rng
 from dtrain.axes import Here
@@ -463,8 +463,8 @@ def attention_backward_by(
 
 # One opaque node in every graph, with the same saved set whatever kernel runs: a plan made on a laptop and a
 # run on a cluster lower alike.
-_attention: Any = torch.library.custom_op("dtrain::attention", _attention_forward, mutates_args=(), schema=_SCHEMA)
-_backward: Any = torch.library.custom_op(
+_attention: Any = library.custom_op("dtrain::attention", _attention_forward, mutates_args=(), schema=_SCHEMA)
+_backward: Any = library.custom_op(
     "dtrain::attention_backward", _attention_backward, mutates_args=(), schema=_SCHEMA_BACKWARD
 )
 # What is in the opaque nodes, for a compiler that knows its device.

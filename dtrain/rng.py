@@ -12,11 +12,15 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 _GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
-_M1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
-_M2 = -7723592293110705685  # 0x94D049BB133111EB
+# z ^= z >>> by; z *= factor
+ROUNDS = (
+    (30, -4658895280553007687),  # 0xBF58476D1CE4E5B9
+    (27, -7723592293110705685),  # 0x94D049BB133111EB
+    (31, 1),
+)
 
 
 @dataclass(frozen=True)
@@ -28,12 +32,23 @@ class Key:
     layer: Tensor
 
 
+def _mix(z: Tensor) -> Tensor:
+    for by, factor in ROUNDS:
+        z = z ^ (torch.bitwise_right_shift(z, by) & ((1 << (64 - by)) - 1))
+        z = z if factor == 1 else z * factor
+    return z
+
+
+# One node in every graph. Each round reads z twice, and compilers that inline what a value is made of would write out
+# a chain of rounds again and again: twice as often with each.
+library.define("dtrain::mix", "(Tensor z) -> Tensor", tags=torch.Tag.pointwise)
+library.impl("dtrain::mix", "default", _mix)
+
+
 def mix(z: Tensor) -> Tensor:
     """splitmix64's finaliser on int64 (any shape)."""
-    shift = torch.bitwise_right_shift  # `>>` on a DTensor returns its input unchanged
-    z = (z ^ (shift(z, 30) & 0x3FFFFFFFF)) * _M1
-    z = (z ^ (shift(z, 27) & 0x1FFFFFFFFF)) * _M2
-    return z ^ (shift(z, 31) & 0x1FFFFFFFF)
+    out: Tensor = torch.ops.dtrain.mix.default(z)
+    return out
 
 
 def site_number(name: str) -> int:
@@ -45,9 +60,8 @@ def _mix_int(z: int) -> int:
     """`mix` on a Python integer (taken modulo 2^64), as int64."""
     mask = (1 << 64) - 1
     z &= mask
-    z = ((z ^ (z >> 30)) * (_M1 & mask)) & mask
-    z = ((z ^ (z >> 27)) * (_M2 & mask)) & mask
-    z ^= z >> 31
+    for by, factor in ROUNDS:
+        z = ((z ^ (z >> by)) * (factor & mask)) & mask
     return z - (1 << 64) if z >= 1 << 63 else z
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,8 @@ from torch.distributed.tensor.debug import (
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dtrain import rng
 
 _c10d: Any = torch._C._distributed_c10d
 
@@ -85,5 +88,23 @@ def inductor_compile(graph: torch.fx.GraphModule, examples: list[Any]) -> Callab
     each wait right behind its collective."""
     from torch._inductor import config
 
+    _lower_mix()
     with config.patch(reorder_for_locality=False, reorder_for_peak_memory=False):
         return torch._inductor.standalone_compile(graph, examples, dynamic_shapes="from_example_inputs")
+
+
+@functools.cache
+def _lower_mix() -> None:
+    """Tell Inductor what `rng.mix` is: a pointwise function that reads its input once."""
+    from torch._inductor.lowering import make_pointwise, register_lowering  # slow to import
+    from torch._inductor.virtualized import ops
+
+    def mix(z: Any) -> Any:
+        number = functools.partial(ops.constant, dtype=torch.int64)
+        for by, factor in rng.ROUNDS:
+            shifted = ops.bitwise_right_shift(z, number(by))
+            z = ops.bitwise_xor(z, ops.bitwise_and(shifted, number((1 << (64 - by)) - 1)))
+            z = z if factor == 1 else ops.mul(z, number(factor))
+        return z
+
+    register_lowering(torch.ops.dtrain.mix.default, type_promotion_kind=None)(make_pointwise(mix))

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtrain import data, metrics, ops, optim, plan, train, verify
+from dtrain import data, metrics, ops, optim, plan, rng, train, verify
 from dtrain import layout as layouts
 from dtrain.mesh import stand_ins
 from dtrain.plan import Plan
@@ -24,6 +26,7 @@ from dtrain.program.passes import op_name
 from dtrain.program.schedule import Action
 from dtrain.program.update import UpdateConfig, make_update
 from dtrain.rank import Rank
+from dtrain.torch_private import inductor_compile
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -218,3 +221,59 @@ def test_graphs_that_create_tensors_create_them_on_the_device() -> None:
 def test_an_action_that_computes_nothing_calls_no_graph() -> None:
     _, program = make()
     assert called(program, [Action("SEND", 1, 0, 1, "act"), Action("UPDATE", -1)]) == []
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # Inductor's own
+def test_random_bits_are_one_node_and_compile_to_the_same_bits() -> None:
+    """Opaque in graphs: inlined, each of a hash's rounds would double what Inductor writes out."""
+    graph = fx.symbolic_trace(lambda z: [rng.fold(rng.fold(z, 3)[:, None], z)])
+    words = torch.randint(-(2**63), 2**63 - 1, (64,), generator=torch.Generator().manual_seed(0))
+    words[:3] = torch.tensor([0, -(2**63), 2**63 - 1])
+    traced = make_fx(graph, tracing_mode="fake")(words)
+    names = [op_name(n) for n in traced.graph.nodes if n.op == "call_function"]
+    assert names.count("mix") == 3 and "bitwise_right_shift" not in names
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert func is not torch.ops.dtrain.mix.default  # compiled, not called
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad():
+        call = inductor_compile(traced, [words])
+        with Seen():
+            (got,) = call(words)
+    assert torch.equal(got, graph(words)[0])
+
+
+@pytest.mark.long  # compiles 15 graphs
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # Inductor's own
+def test_recomputation_and_dropout_under_compile_are_the_uncompiled_run() -> None:
+    """GPT-2 with dropout on two shards: every policy, compiled, against no recomputation, uncompiled."""
+    batches = []
+    for i in range(2):
+        tokens = torch.randint(0, 61, (4, 17), generator=torch.Generator().manual_seed(i))
+        batches.append({"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "sample": torch.arange(4) + 4 * i})
+
+    def losses(remat: str, mode: str) -> list[float]:
+        made = plan.plan(
+            layouts.loads(
+                "cluster: {gpus_per_node: 2}\nmesh: {fsdp: {size: 2}}\n"
+                "shard: {params: {embed: fsdp}, compute: {batch: fsdp}}\n"
+                "model: {family: gpt2, layers: 2, embed: 256, heads: 4, vocab: 61, positions: 16, dropout: 0.1, "
+                "attention_dropout: 0.1}\n"
+                "data: {source: synthetic, seq: 16, batch: 4, microbatch: 2}\n"
+                f"run: {{steps: 2, remat: {remat}}}\n"
+            )
+        )
+        program = lower(made.job)
+        with stand_ins(made.job.mesh, program.groups()):
+            calls = compile_program(program, mode, "cpu", chain(*made.train)).calls
+        counts = [made.job.module.counts(made.job.config, b) for b in batches]
+        config = UpdateConfig(optim.Adamw(), 1.0)
+        out = verify.train(made, batches, counts, config, lambda step: 1e-2, program=program, calls=calls)
+        return [r.loss for r in out.reports]
+
+    want = losses("none", "off")
+    assert want[0] != want[1]
+    for remat in ("none", "selective", "full"):
+        assert losses(remat, "on") == pytest.approx(want, abs=1e-4), remat

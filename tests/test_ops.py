@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dtrain import ops, rng
@@ -129,13 +129,13 @@ def test_the_attention_operation_keeps_torchs_rules(dtype: torch.dtype) -> None:
     q, k, v = qkv(dtype)
     valid = torch.ones(2, 7, dtype=torch.bool)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(ops._attention, (q, k, v, None, True, "auto"), test_utils=tests)
-    torch.library.opcheck(ops._attention, (q, k, v, valid, False, "auto"), test_utils=tests)
+    library.opcheck(ops._attention, (q, k, v, None, True, "auto"), test_utils=tests)
+    library.opcheck(ops._attention, (q, k, v, valid, False, "auto"), test_utils=tests)
     start = torch.tensor([[0, 0, 2, 2, 2, 5, 6], [0, 1, 2, 2, 2, 2, 6]])
-    torch.library.opcheck(ops._attention, (q, k, v, None, True, "auto", start), test_utils=tests)
+    library.opcheck(ops._attention, (q, k, v, None, True, "auto", start), test_utils=tests)
     out, lse = ops._attention(q, k, v, valid, False, "auto")
     detached = [t.detach() for t in (out, q, k, v, out, lse)]
-    torch.library.opcheck(ops._backward, (*detached, valid, False, "auto"), test_utils=tests)
+    library.opcheck(ops._backward, (*detached, valid, False, "auto"), test_utils=tests)
 
 
 def test_what_is_saved_is_the_log_sum_exp() -> None:

@@ -168,8 +168,8 @@ def test_recomputation_counts_in_hfu_only(predicted: Any) -> None:
     assert full.step_seconds > none.step_seconds and full.mfu < none.mfu
 
 
-def test_the_flops_of_llama_70b_are_the_published_formula() -> None:
-    """bench/data/published.md, section 3.1: exact training FLOPs a token, causal, without recomputation."""
+def test_the_flops_of_llama_70b_are_those_of_its_products() -> None:
+    """Three passes over projections, MLP and half of the scores of every layer, and over the head; no recomputation."""
     got = predict(layout.load(tiny.LAYOUTS / "llama3-70b-4x8-h100.yaml"))
     h, kv, ffn, vocab, s = 8192, 8 * 128, 28672, 128256, 4096
     token = 3 * 80 * (2 * h * (h + 2 * kv) + 2 * h * h + 2 * h * ffn * 3 + 4 * s * h * 0.5) + 6 * h * vocab

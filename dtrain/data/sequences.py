@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .tokens import Ints, Stream, documents, edges
+from .tokens import Stream, documents, edges
 
 Long = npt.NDArray[np.int64]
 
@@ -123,6 +123,3 @@ def describe(bins: Bins, length: int) -> dict[str, Any]:
         "filled": used / max(1, bins.sequences * length),
         "short": bins.short,
     }
-
-
-__all__ = ["Bins", "Ints", "best_fit", "count_documents", "describe", "document_spans", "fit", "one_by_one"]

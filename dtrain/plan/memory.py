@@ -35,8 +35,8 @@ from dtrain.program.lower import Graph, Program, Segment
 from dtrain.program.schedule import Action
 from dtrain.torch_private import storage_key
 
-# CUDA's context, its kernels and NCCL's buffers, which torch's counters do not see: nvidia-smi beside them in
-# published runs, 1.1 GB on V100 and 1.27 to 1.57 GB on A100 (bench/data/published.md, section 5).
+# CUDA's context, its kernels and NCCL's buffers, which torch's counters do not see: what nvidia-smi showed beside them
+# in logs of training runs, 1.1 GB on V100 and 1.27 to 1.57 GB on A100, the highest taken.
 CONTEXT = {7: 1_100_000_000, 8: 1_570_000_000}
 # Of all other bytes, what the caching allocator loses to rounding and to blocks that fit nothing.
 FRAGMENTS = 0.03
@@ -715,6 +715,3 @@ def _publish(run: _Run) -> None:
             held.mark(f.peak)
             cut = [r for r, s in zip(f.results, stored, strict=True) if len(s.steps) > s.rest]
             held.rest += held.results(f, {}, cut, "parameters")
-
-
-__all__ = ["Flow", "Memory", "Moment", "capacity", "context", "flow", "flows", "held", "memories", "memory"]
