@@ -125,12 +125,16 @@ def _bytes() -> Tokenizer:
     )
 
 
-def _pieces_continue(pieces: Sequence[str]) -> Flags:
-    """WordPiece marks what continues a word with ##; SentencePiece what begins one with an underscore of its own and
-    byte-level BPE with a letter for the blank. The vocabulary shows which of them it is."""
-    if any(p.startswith("##") for p in pieces):
-        return np.array([p.startswith("##") for p in pieces])
-    return np.array([bool(p) and p[0] not in "▁Ġ Ċĉ\n\t" and p[0].isalnum() for p in pieces])
+def _pieces_continue(pieces: Sequence[str], special: Mapping[str, int]) -> Flags:
+    """Whether each goes on with the word before it; special tokens never do. WordPiece marks such pieces with ##,
+    SentencePiece what begins a word with an underscore of its own and byte-level BPE with a letter for the blank. The
+    vocabulary shows which of them it is."""
+    marked = any(p.startswith("##") for p in pieces)
+    flags = np.array(
+        [p.startswith("##") if marked else bool(p) and p[0] not in "▁Ġ Ċĉ\n\t" and p[0].isalnum() for p in pieces]
+    )
+    flags[list(special.values())] = False
+    return flags
 
 
 def _named(settings: Mapping[str, Any], key: str) -> str | None:
@@ -176,9 +180,7 @@ def _hugging_face(path: Path, content: bytes) -> Tokenizer:
         names = [""] * size
         for name, i in vocab.items():
             names[i] = name
-        flags = _pieces_continue(names)
-        flags[list(special.values())] = False
-        return flags
+        return _pieces_continue(names, special)
 
     return Tokenizer(
         str(path),
@@ -212,18 +214,13 @@ def _sentencepiece(path: Path, content: bytes) -> Tokenizer:
         parts = cut.split(text) if cut else [text]
         return [i for p in parts if p for i in ([special[p]] if p in special else model.encode(p))]
 
-    def continues() -> Flags:
-        flags = _pieces_continue(pieces)
-        flags[list(special.values())] = False
-        return flags
-
     return Tokenizer(
         str(path),
         size,
         lambda texts: list(model.encode(list(texts))) if texts else [],
         encode_special,
         lambda ids: str(model.decode([int(i) for i in ids])),
-        continues,
+        lambda: _pieces_continue(pieces, special),
         model.bos_id() if model.bos_id() >= 0 else None,
         model.eos_id() if model.eos_id() >= 0 else None,
         _hash(content),
@@ -258,7 +255,7 @@ def _tiktoken(path: Path, content: bytes) -> Tokenizer:
         names = [""] * made.n_vocab
         for name, i in ranks.items():
             names[i] = name.decode("utf-8", "replace")
-        return _pieces_continue(names)
+        return _pieces_continue(names, special)
 
     return Tokenizer(
         str(path),
