@@ -35,15 +35,15 @@ Overrides = Annotated[
 
 
 @contextmanager
-def _one_line() -> Iterator[None]:
-    """What dtrain raises for a person becomes one line and exit code 2."""
+def _one_line(code: int = 2) -> Iterator[None]:
+    """What dtrain raises for a person becomes one line and this exit code."""
     try:
         yield
     except Exception as error:
         if type(error).__module__.partition(".")[0] != "dtrain":
             raise
         typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+        raise typer.Exit(code) from None
 
 
 def _version(wanted: bool) -> None:
@@ -81,6 +81,47 @@ def show(layout: LayoutFile, overrides: Overrides = None) -> None:
         from dtrain.show import show as page
 
         typer.echo(page(loaded))
+
+
+@app.command(
+    epilog="Exit codes: 0 fits (or its memory is unknown, as a CPU's is); 1 an illegal layout; 2 a wrong command; "
+    "3 does not fit. What only this machine lacks (GPUs, files, disk) is a note."
+)
+def plan(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="LAYOUT... [KEY=VALUE]...", help="A layout file, or several to compare; and overrides."),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one object, see layouts/README.md.")] = False,
+) -> None:
+    """Predict whether a layout fits, how fast it is and what it sends, without a GPU."""
+    files = [word for word in words if "=" not in word]
+    overrides = [word for word in words if "=" in word]
+    if not files:
+        raise typer.BadParameter("needs a layout file, as in layouts/", param_hint="LAYOUT")
+    with _one_line(1):
+        import json
+
+        from rich.console import Console
+
+        from dtrain.layout import check_place, load
+        from dtrain.layout.shapes import shape_notes
+        from dtrain.plan.predict import predict
+        from dtrain.plan.report import page, report
+
+        loaded = [load(file, overrides) for file in files]
+        notes = [[*shape_notes(x), *check_place(x)] for x in loaded]
+        made = [predict(x) for x in loaded]
+        if as_json:
+            objects = [report(p, f, n) for p, f, n in zip(made, files, notes, strict=True)]
+            typer.echo(json.dumps(objects[0] if len(objects) == 1 else {"layouts": objects}, indent=2))
+        else:
+            console = Console(highlight=False)
+            if not console.is_terminal:
+                console.width = max(console.width, 120)
+            for p, n in zip(made, notes, strict=True):
+                console.print(page(p, n))
+    raise typer.Exit(3 if any(p.fits is False for p in made) else 0)
 
 
 @app.command()

@@ -20,10 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dtrain import hardware
 from dtrain.axes import ALONE, On, inherit, notation, padded, parse
 from dtrain.layout import Layout
-from dtrain.layout.derived import lengths
 from dtrain.layout.shapes import shape_notes
 from dtrain.mesh import all_groups
 from dtrain.plan import Plan, plan
+from dtrain.plan.report import heading, many
 from dtrain.program.interpret import unit_segment
 from dtrain.program.lower import SEGMENTS, act_shape, lower, store_tree
 from dtrain.program.remat import Budget
@@ -50,40 +50,17 @@ def show(layout: Layout) -> str:
     p = plan(layout)
     tree = store_tree(p.job)
     parts = [
-        _head(p),
+        "\n".join(heading(p)),
         f'parameters (" is as in the column before)\n{_parameters(p, tree)}',
         f"activations of one microbatch\n{_activations(p)}",
         *([_kept(p, p.job.remat)] if isinstance(p.job.remat, Budget) else []),
-        f"pipeline: {layout.pipeline.schedule}, {_many(p.microbatches, 'microbatch')}\n{_stages(p, tree)}",
+        f"pipeline: {layout.pipeline.schedule}, {many(p.microbatches, 'microbatch')}\n{_stages(p, tree)}",
         f"ranks\n{_ranks(p, tree)}",
     ]
     notes = shape_notes(layout)
     if notes:
         parts.append("\n".join(["notes", *(f"  {note}" for note in notes)]))
     return "\n\n".join(parts)
-
-
-def _head(p: Plan) -> str:
-    layout, cfg = p.layout, p.job.config
-    model = layout.model.preset or layout.model.family or layout.model.file
-    tree = p.job.module.params(cfg)
-    total = sum(
-        math.prod(x.shape) * (p.job.layers if segment == "block" else 1)
-        for segment, params in tree.items()
-        for x in params.values()
-        if x.tied_to is None
-    )
-    sizes = " x ".join(f"{d} {n}" for d, n in p.job.mesh.sizes) or "one process"
-    lines = [
-        f"{model}: {total:,} parameters, {layout.run.precision}",
-        f"mesh: {sizes}, {_many(layout.world, 'rank')} on {_many(layout.cluster.nodes, 'node')} of "
-        f"{layout.cluster.gpus_per_node} {layout.cluster.gpu}",
-        f"batch: {layout.data.batch} sequences of {layout.data.seq} = "
-        f"{_many(p.replicas, 'replica')} x {_many(p.microbatches, 'microbatch')} of {layout.data.microbatch}",
-    ]
-    real = lengths(tree)
-    lines += [f"padding: {a} {real[a]} -> {n}" for a, n in p.job.pad.items() if real.get(a, n) != n]
-    return "\n".join(lines)
 
 
 # ------------------------------------------------------------------------------------------------- parameters
@@ -275,10 +252,6 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------- text
-
-
-def _many(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}es" if what.endswith("ch") else f"{n} {what}s"
 
 
 def _shape(shape: Iterable[int]) -> str:

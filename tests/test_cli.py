@@ -25,14 +25,17 @@ def test_version() -> None:
     assert (result.exit_code, result.stdout) == (0, f"dtrain {__version__}\n")
 
 
-@pytest.mark.parametrize("words", [["run"], ["show"], ["verify"], ["walk", QUICK], ["run", QUICK, "--steps=3"]])
+@pytest.mark.parametrize(
+    "words",
+    [["run"], ["show"], ["verify"], ["plan"], ["plan", "run.steps=1"], ["walk", QUICK], ["run", QUICK, "--steps=3"]],
+)
 def test_a_wrong_command(words: list[str]) -> None:
     result = dtrain(*words)
     assert result.exit_code == 2
     assert "Usage: dtrain" in result.stderr or "Usage:" in result.stderr
 
 
-@pytest.mark.parametrize("verb", ["run", "show", "verify"])
+@pytest.mark.parametrize("verb", ["run", "show", "verify", "plan"])
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -43,7 +46,7 @@ def test_a_wrong_command(words: list[str]) -> None:
 )
 def test_a_mistake_is_one_line(verb: str, words: list[str], said: str) -> None:
     result = dtrain(verb, *words)
-    assert result.exit_code == 2
+    assert result.exit_code == (1 if verb == "plan" else 2)
     assert said in result.stderr and result.stderr.count("\n") == 1 and not result.stdout
 
 

@@ -15,7 +15,7 @@ from dtrain.launch import commands
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = [p for folder in (".", "layouts", "checkpoints", "bench", "tests") for p in (ROOT / folder).glob("*.md")]
-VERBS = ("run", "show", "verify")
+VERBS = ("run", "show", "verify", "plan")
 KEYS = set(layout.schema_keys())
 
 

@@ -68,6 +68,11 @@ class Prediction:
         return None if peak is None else flops / (self.step_seconds * layout.world * peak)
 
     @property
+    def timed(self) -> bool:
+        """Whether seconds mean something: the peak in run.precision is known. Else only their ratios do."""
+        return self.plan.layout.run.precision in self.plan.layout.cluster.device.peak
+
+    @property
     def bubble(self) -> float:
         return self.timeline.bubble
 
@@ -75,6 +80,11 @@ class Prediction:
     def heaviest(self) -> int:
         """The pipeline coordinate whose ranks need most memory."""
         return max(range(len(self.memory)), key=lambda pp: self.memory[pp].peak)
+
+    @property
+    def busiest(self) -> int:
+        """The pipeline coordinate whose ranks send most."""
+        return max(range(len(self.ledger)), key=lambda pp: sum(e.wire for e in self.ledger[pp]))
 
     @property
     def margin(self) -> int | None:
