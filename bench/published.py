@@ -1,0 +1,263 @@
+"""Published runs against `dtrain.plan`: `python bench/published.py bench/data/published.csv`.
+
+Every row that says its whole layout becomes a `Layout`, and its predicted step time, peak memory and verdict are
+compared with what was published. The error of a row is |predicted / published - 1|, of a source the median over its
+groups (layout families) of their medians, and the score the median over sources; the 90th percentile is over groups.
+Within a sweep (rows that differ in their layout alone) the order of predicted and published times is compared by
+Spearman's rank correlation, and regret is how much longer the layout predicted fastest really takes than the fastest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE)]
+from rows import ONE_LAYER, Row, SkipError, complete, layout_of, source_of, sweep_of  # noqa: E402
+
+from dtrain.layout import Layout, LayoutError  # noqa: E402
+from dtrain.plan import Plan, plan, seconds  # noqa: E402
+from dtrain.plan.memory import capacity, context, memories  # noqa: E402
+from dtrain.plan.timeline import COMPUTE, Timeline, timeline  # noqa: E402
+from dtrain.program.lower import Program, lower  # noqa: E402
+
+LEAST = 4  # rows of a sweep, below which an order says nothing
+
+
+@dataclass(frozen=True)
+class Found:
+    """A row's prediction: seconds of a step, bytes that the row's tool would show, whether it fits; or why not."""
+
+    id: str
+    skipped: str = ""
+    step: float = 0.0
+    memory: float = 0.0
+    fits: bool = True
+
+
+# ------------------------------------------------------------------------------------------------- predictions
+
+
+def predict_all(rows: Sequence[Row], workers: int = 2) -> dict[str, Found]:
+    """The predictions of all rows, by id. Rows with the same lowered program share it."""
+    out: dict[str, Found] = {}
+    jobs: dict[str, list[Row]] = {}
+    for row in rows:
+        try:
+            jobs.setdefault(repr(plan(layout_of(row)).job), []).append(row)
+        except (SkipError, LayoutError) as error:
+            out[row["id"]] = Found(row["id"], str(error))
+    if workers == 1:
+        done = [f for members in jobs.values() for f in predict_rows(members)]
+    else:  # forked processes would inherit torch's threads
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(workers, context, torch.set_num_threads, (1,)) as pool:
+            done = [f for found in pool.map(predict_rows, jobs.values()) for f in found]
+    return out | {f.id: f for f in done}
+
+
+def predict_rows(rows: Sequence[Row]) -> list[Found]:
+    """The predictions of rows that share a lowered program."""
+    program = lower(plan(layout_of(rows[0])).job)
+    return [predict_row(row, plan(layout_of(row)), program) for row in rows]
+
+
+def predict_row(
+    row: Row, made: Plan, program: Program, constants: Mapping[str, seconds.Constants] = seconds.CONSTANTS
+) -> Found:
+    memory = memories(made, program)
+    worst = max(m.peak for m in memory)
+    have = capacity(made.layout)
+    times = timeline(made, program, constants[made.layout.cluster.device.kind])
+    step = _layer(times, made.layout) if row["step_target_basis"].startswith(ONE_LAYER) else times.step
+    outside = 0 if "nvidia-smi" in row["peak_mem_unit"] else context(made.layout)
+    return Found(row["id"], "", step, worst - outside, have is None or worst <= have)
+
+
+def _layer(times: Timeline, layout: Layout) -> float:
+    """Seconds of a layer's forward and backward."""
+    spans = [s for s in times.spans[0] if s.stream == COMPUTE and s.action.unit == 1 and s.action.kind in "FB"]
+    return sum(s.end - s.start for s in spans)
+
+
+# ------------------------------------------------------------------------------------------------------ scores
+
+
+def errors(rows: Iterable[Row], found: Mapping[str, Found]) -> dict[str, float]:
+    """|predicted / published - 1| of the step time, by row."""
+    used = [r for r in rows if r["step_s_target"] and not found[r["id"]].skipped]
+    return {r["id"]: abs(found[r["id"]].step / float(r["step_s_target"]) - 1) for r in used}
+
+
+def memory_errors(rows: Iterable[Row], found: Mapping[str, Found]) -> dict[str, float]:
+    """The same of peak memory. nvidia-smi and torch count in units of 2^30, whatever they call them."""
+    used = [r for r in rows if r["peak_mem"] and r["measured"] == "1" and not found[r["id"]].skipped]
+    return {r["id"]: abs(found[r["id"]].memory / (float(r["peak_mem"]) * 2**30) - 1) for r in used}
+
+
+def by_group(rows: Iterable[Row], error: Mapping[str, float]) -> dict[tuple[str, str], float]:
+    """The median of each group, by source and group."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for r in rows:
+        if r["id"] in error:
+            found.setdefault((source_of(r), r["group"]), []).append(error[r["id"]])
+    return {key: statistics.median(values) for key, values in found.items()}
+
+
+def over_sources(values: Mapping[tuple[str, str], float]) -> float | None:
+    """The median over sources of the medians of each."""
+    sources: dict[str, list[float]] = {}
+    for (source, _), value in values.items():
+        sources.setdefault(source, []).append(value)
+    return statistics.median(map(statistics.median, sources.values())) if sources else None
+
+
+def percentile(values: Iterable[float], share: float) -> float | None:
+    """Linear interpolation between ranks."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    at = share * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float:
+    """Rank correlation, ties at their mean rank."""
+    return statistics.correlation(_ranks(a), _ranks(b))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    return [sum(v < x for v in values) + (sum(v == x for v in values) + 1) / 2 for x in values]
+
+
+def sweeps(rows: Iterable[Row], found: Mapping[str, Found]) -> dict[tuple[str, str], tuple[float, float]]:
+    """Rank correlation and regret of each sweep with enough rows, by source and name."""
+    members: dict[tuple[str, ...], list[Row]] = {}
+    for r in rows:
+        if r["step_s_target"] and not found[r["id"]].skipped:
+            members.setdefault(sweep_of(r), []).append(r)
+    out = {}
+    for key, of in members.items():
+        real, said = [float(r["step_s_target"]) for r in of], [found[r["id"]].step for r in of]
+        if len({_layout_key(r) for r in of}) >= LEAST and len(set(real)) > 1 and len(set(said)) > 1:
+            picked = real[said.index(min(said))]
+            out[key[0], " ".join(key[1:])] = (spearman(said, real), picked / min(real) - 1)
+    return out
+
+
+def _layout_key(row: Row) -> tuple[str, ...]:
+    return tuple(row[k] for k in ("tp", "sp", "pp", "vpp", "dp", "fsdp", "micro_batch", "recompute", "compile_kernels"))
+
+
+def verdicts(rows: Iterable[Row], found: Mapping[str, Found]) -> Counter[tuple[str, bool]]:
+    """How often a published verdict (ok, OOM) met a predicted one."""
+    used = [r for r in rows if r["fits"] and r["measured"] == "1" and not found[r["id"]].skipped]
+    return Counter((r["fits"], found[r["id"]].fits) for r in used)
+
+
+def balanced(table: Counter[tuple[str, bool]]) -> float | None:
+    """The mean over the published verdicts of the share that is predicted right."""
+    shares = [
+        table[said, said == "ok"] / (table[said, True] + table[said, False])
+        for said in ("ok", "OOM")
+        if table[said, True] + table[said, False]
+    ]
+    return sum(shares) / len(shares) if shares else None
+
+
+def scores(rows: Sequence[Row], found: Mapping[str, Found]) -> dict[str, Any]:
+    """The figures of some rows."""
+    steps, memory = by_group(rows, errors(rows, found)), by_group(rows, memory_errors(rows, found))
+    swept = sweeps(rows, found)
+    whole = [r for r in rows if complete(r) and r["measured"] == "1" and r["confidence"] != "from-memory"]
+    return {
+        "median_abs_err": over_sources(steps),
+        "p90_abs_err": percentile(steps.values(), 0.9),
+        "fits_accuracy": balanced(verdicts(rows, found)),
+        "memory_median_abs_err": over_sources(memory),
+        "spearman_median": over_sources({k: s for k, (s, _) in swept.items()}),
+        "top1_regret": over_sources({k: r for k, (_, r) in swept.items()}),
+        "modelled_share": sum(not found[r["id"]].skipped for r in whole) / len(whole) if whole else None,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------ output
+
+
+def _show(value: float | None, percent: bool = True) -> str:
+    return "-" if value is None else f"{100 * value:.1f}%" if percent else f"{value:.2f}"
+
+
+def table(rows: Sequence[Row], found: Mapping[str, Found], key: Callable[[Row], str], title: str) -> list[str]:
+    """The figures by some key, a line each."""
+    keys = dict.fromkeys(map(key, rows))
+    width = max(map(len, [title, *keys]))
+    head = "rows  used  step   bias   p90    memory  Spearman  regret  fits    ok->ok ok->OOM OOM->OOM OOM->ok"
+    lines = [f"{title:{width}} {head}"]
+    for k in keys:
+        of = [r for r in rows if key(r) == k]
+        s, t, used = scores(of, found), verdicts(of, found), errors(of, found)
+        bias = [
+            found[r["id"]].step / float(r["step_s_target"]) - 1
+            for r in of
+            if r["step_s_target"] and not found[r["id"]].skipped
+        ]
+        lines.append(
+            f"{k:{width}} {len(of):4}  {len(used):4}  {_show(s['median_abs_err']):6} "
+            f"{_show(statistics.median(bias) if bias else None):6} {_show(s['p90_abs_err']):6} "
+            f"{_show(s['memory_median_abs_err']):7} {_show(s['spearman_median'], False):9} {_show(s['top1_regret']):7} "
+            f"{_show(s['fits_accuracy']):7} {t['ok', True]:6} {t['ok', False]:7} {t['OOM', False]:8} {t['OOM', True]:7}"
+        )
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("csv", type=Path, help="a file with the columns of data/published.md")
+    parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument("--workers", type=int, default=2, help="processes")
+    parser.add_argument("--rows", action="store_true", help="print each row too")
+    asked = parser.parse_args(arguments)
+    start = time.monotonic()
+    with asked.csv.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    found = predict_all(rows, asked.workers)
+    sources = dict.fromkeys(map(source_of, rows))
+    if asked.json:
+        each = {s: scores([r for r in rows if source_of(r) == s], found) for s in sources}
+        print(json.dumps({**scores(rows, found), "sources": each}))
+        return 0
+    if asked.rows:
+        for r in rows:
+            print(json.dumps({**asdict(found[r["id"]]), "published": r["step_s_target"], "peak_mem": r["peak_mem"]}))
+    print("\n".join(table(rows, found, source_of, "source")), end="\n\n")
+    print("\n".join(table(rows, found, lambda r: r["gpu"], "GPU")), end="\n\n")
+    print("skipped:")
+    for (source, why), n in sorted(Counter((source_of(r), found[r["id"]].skipped) for r in rows).items()):
+        if why:
+            print(f"  {source}: {n} ({why})")
+    print("\nover sources:")
+    for name, value in scores(rows, found).items():
+        print(f"  {name} {_show(value, name != 'spearman_median')}")
+    print(f"{time.monotonic() - start:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

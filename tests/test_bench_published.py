@@ -1,0 +1,85 @@
+"""Rows of published runs become layouts, and scores are what a hand counts."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parent.parent / "bench"
+sys.path[:0] = [str(BENCH)]
+
+import published  # noqa: E402
+import rows  # noqa: E402
+from published import Found  # noqa: E402
+
+with (BENCH / "data" / "published.csv").open(newline="", encoding="utf-8") as file:
+    ALL = {r["id"]: r for r in csv.DictReader(file)}
+
+
+def test_a_row_is_the_layout_that_it_says() -> None:
+    layout = rows.layout_of(ALL["bloompre-181B-h14336-L72-a64-tp8-pp4-dp12-mb2-g2016-fp16"])
+    assert layout.sizes == {"pp": 4, "dp": 12, "fsdp": 1, "cp": 1, "tp": 8}
+    assert layout.model.fields["embed"] == 14336 and layout.shard.optimizer == {"embed": ("dp",)}
+    assert layout.run.remat == "full" and layout.kernels.attention == "math" and layout.run.precision == "fp16"
+    assert layout.cluster.links["ib"].per_node == 4  # 4x100Gb Omni-Path for eight GPUs
+
+
+def test_every_gpu_of_the_file_is_in_the_catalog() -> None:
+    assert {r["gpu"] for r in ALL.values()} <= set(rows.GPUS)
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ("opt-175b", "from memory"),
+        ("kor22-f7-1T-none", "not measured"),
+        ("nar21-t1-1.7B", "micro_batch not stated"),
+        ("dgxc2504-l3-8b-bf16-8", "context parallel"),
+        ("stas-H200-8k", "optimizer on the CPU"),
+    ],
+)
+def test_what_cannot_be_modelled_says_why(row: str, why: str) -> None:
+    with pytest.raises(rows.SkipError, match=why):
+        rows.layout_of(ALL[row])
+
+
+def test_a_few_rows_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = ["meg20-v100-tp1", "tt24apr-Llama-2-70B-selectiveop-bs2", "opt-175b"]
+    path = tmp_path / "few.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(ALL["opt-175b"]))
+        writer.writeheader()
+        writer.writerows(ALL[name] for name in chosen)
+    assert published.main([str(path), "--workers", "1", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert set(made["sources"]) == {"meg20", "tt24apr", "opt"}
+    assert 0 < made["median_abs_err"] < 0.5 and made["modelled_share"] == 1.0
+    assert made["sources"]["tt24apr"]["fits_accuracy"] in (0.0, 1.0)
+    assert made["sources"]["opt"]["median_abs_err"] is None
+
+
+def test_scores_are_medians_of_groups_then_sources() -> None:
+    def row(id: str, group: str, target: str, tp: str) -> dict[str, str]:
+        return {**ALL["meg20-v100-tp1"], "id": id, "group": group, "step_s_target": target, "tp": tp}
+
+    table = [row("a-1", "g", "1", "1"), row("a-2", "g", "2", "2"), row("a-3", "h", "3", "4"), row("b-1", "k", "4", "1")]
+    table.append(row("a-4", "h", "4", "8"))
+    said = {"a-1": 1.1, "a-2": 2.6, "a-3": 3.0, "a-4": 1.0, "b-1": 3.0}
+    found = {name: Found(name, step=step) for name, step in said.items()}
+    score = published.scores(table, found)
+    # Errors: a has groups g (0.1 and 0.3: 0.2) and h (0 and 0.75: 0.375), so 0.2875; b has 0.25.
+    assert score["median_abs_err"] == pytest.approx((0.2875 + 0.25) / 2)
+    # The fastest of a's sweep is said to be the one that takes four times the fastest.
+    assert score["top1_regret"] == pytest.approx(3.0)
+    assert score["spearman_median"] == pytest.approx(-0.2)
+
+
+def test_verdicts_are_balanced() -> None:
+    base = ALL["meg20-v100-tp1"]
+    table = [{**base, "id": f"x-{i}", "fits": "OOM" if i == 3 else "ok"} for i in range(4)]
+    found = {f"x-{i}": Found(f"x-{i}", fits=i != 0) for i in range(4)}
+    assert published.balanced(published.verdicts(table, found)) == pytest.approx((2 / 3 + 0) / 2)
