@@ -93,12 +93,15 @@ def plan(
         typer.Argument(metavar="LAYOUT... [KEY=VALUE]...", help="A layout file, or several to compare; and overrides."),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one object, see layouts/README.md.")] = False,
+    trace_to: Annotated[str | None, typer.Option("--trace", help="Write the step's timeline for Perfetto.")] = None,
 ) -> None:
     """Predict whether a layout fits, how fast it is and what it sends, without a GPU."""
     files = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
     if not files:
         raise typer.BadParameter("needs a layout file, as in layouts/", param_hint="LAYOUT")
+    if trace_to and len(files) > 1:
+        raise typer.BadParameter(f"{trace_to} is of one layout, not of {len(files)}", param_hint="--trace")
     with _one_line(1):
         import json
 
@@ -106,12 +109,16 @@ def plan(
 
         from dtrain.layout import check_place, load
         from dtrain.layout.shapes import shape_notes
+        from dtrain.plan.compare import compare
         from dtrain.plan.predict import predict
         from dtrain.plan.report import page, report
+        from dtrain.plan.trace import trace
 
         loaded = [load(file, overrides) for file in files]
         notes = [[*shape_notes(x), *check_place(x)] for x in loaded]
         made = [predict(x) for x in loaded]
+        if trace_to:
+            _write(trace_to, json.dumps(trace(made[0])))
         if as_json:
             objects = [report(p, f, n) for p, f, n in zip(made, files, notes, strict=True)]
             typer.echo(json.dumps(objects[0] if len(objects) == 1 else {"layouts": objects}, indent=2))
@@ -119,9 +126,17 @@ def plan(
             console = Console(highlight=False)
             if not console.is_terminal:
                 console.width = max(console.width, 120)
-            for p, n in zip(made, notes, strict=True):
-                console.print(page(p, n))
+            console.print(page(made[0], notes[0]) if len(made) == 1 else compare(files, made))
     raise typer.Exit(3 if any(p.fits is False for p in made) else 0)
+
+
+def _write(path: str, text: str) -> None:
+    from pathlib import Path
+
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"{path} cannot be written: {error.strerror}") from None
 
 
 @app.command()

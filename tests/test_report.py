@@ -14,6 +14,7 @@ from rich.console import Console
 from test_cli import LAYOUTS, QUICK, dtrain
 
 from dtrain import layout
+from dtrain.plan.compare import compare, differing
 from dtrain.plan.ledger import by_link
 from dtrain.plan.predict import Prediction, predict
 from dtrain.plan.report import page, report, show_bytes
@@ -97,3 +98,49 @@ def test_exit_codes(tmp_path: Path) -> None:
 def test_what_this_machine_lacks_is_a_note() -> None:
     got: dict[str, Any] = json.loads(dtrain("plan", QUICK, *SMALL, "--json").stdout)
     assert torch.cuda.device_count() >= 4 or any("this machine has" in note for note in got["notes"])
+
+
+def test_two_layouts_are_compared_line_by_line() -> None:
+    other = (*SMALL, "run.remat=full")
+    a, b = predicted(*SMALL), predicted(*other)
+    assert differing([a.plan.layout, b.plan.layout]) == {"run.remat": ["selective", "full"]}
+    console = Console(width=120)
+    with console.capture() as got:
+        console.print(compare(["a.yaml", "b.yaml"], [a, b]))
+    lines = {re.split(r"  +", line)[0]: line.split() for line in got.get().splitlines()}
+    change = b.memory[b.heaviest].saved / a.memory[a.heaviest].saved - 1
+    assert lines["memory: saved"][-1] == f"{change:+.1%}" and change < 0
+    assert lines["HFU"][1:3] == [f"{p.hfu:.1%}" for p in (a, b)]
+    files = (QUICK, str(LAYOUTS / "one-process.yaml"))
+    both = json.loads(dtrain("plan", *files, "--json").stdout)
+    assert [x["layout"] for x in both["layouts"]] == [*files]
+    said = dtrain("plan", *files)
+    assert said.exit_code == 0 and "mesh.tp.size" in said.stdout
+
+
+def test_a_layout_with_packed_gathers_and_reductions_is_predicted() -> None:
+    more = ("mesh={fsdp: {size: 4}}", "shard={params: {embed: fsdp}, compute: {batch: fsdp}, grads: {embed: fsdp}}")
+    p = predicted(SMALL[0], *more, "run.precision=bf16", "data.microbatch=1")
+    assert p.fits and p.mfu and "all-gather" in text(p)
+
+
+def test_a_trace_has_every_span_and_the_memory(tmp_path: Path) -> None:
+    path, p = tmp_path / "trace.json", predicted()
+    assert dtrain("plan", QUICK, *SMALL, "--trace", str(path)).exit_code == 0
+    events = json.loads(path.read_text())["traceEvents"]
+    for pp, spans in enumerate(p.timeline.spans):
+        mine = [e for e in events if e["pid"] == pp]
+        drawn = [e for e in mine if e["ph"] == "X"]
+        assert len(drawn) == len(spans)
+        assert max(e["ts"] + e["dur"] for e in drawn) <= p.step_seconds * 1e6 * (1 + 1e-9)
+        names = {e["tid"]: e["args"]["name"] for e in mine if e["name"] == "thread_name"}
+        assert {names[e["tid"]] for e in drawn} == {s.stream for s in spans}
+        held = [e for e in mine if e["ph"] == "C"]
+        assert max(e["args"]["bytes"] for e in held) == p.memory[pp].peak
+        assert [e["ts"] for e in held] == sorted(e["ts"] for e in held)
+    streams = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert {"compute", "pp/act", "pp/grad"} <= streams
+    kernels = sum(e["dur"] - e["args"]["waits_us"] for e in events if e["ph"] == "X" and e["cat"] == "compute")
+    assert kernels == pytest.approx(1e6 * sum(p.timeline.busy))
+    assert dtrain("plan", QUICK, QUICK, "--trace", str(path)).exit_code == 2
+    assert dtrain("plan", QUICK, "--trace", str(tmp_path / "no" / "where.json")).exit_code == 2

@@ -184,9 +184,8 @@ def verdict(p: Prediction) -> Text:
 def out_of_memory(p: Prediction) -> str:
     """The first moment, in the order of their lists, at which the heaviest ranks exceed their memory."""
     m, have = p.memory[p.heaviest], capacity(p.plan.layout) or 0
-    room = have - m.reserve
     actions = p.plan.train[p.heaviest]
-    at = next((i for i, held in enumerate(m.over_time) if held > room), m.moment)
+    at = next((i for i, held in enumerate(m.over_time) if held > have), m.moment)
     return f"at {actions[at]}, action {at + 1:,} of {len(actions):,} of a step"
 
 

@@ -49,15 +49,15 @@ def flops(node: fx.Node) -> float:
     computed again), each 2 b h s t d, halved under a causal mask (Dao 2023, arXiv 2307.08691, section 4.1).
     """
     name = passes.op_name(node)
+    if name not in (*PRODUCTS, "attention", "attention_backward"):
+        return 0.0
     inputs = [a.meta["val"] for a in node.args if isinstance(a, fx.Node)]
     if name in PRODUCTS:
         return float(2 * math.prod(node.meta["val"].shape) * inputs[-2].shape[-1])
-    if name in ("attention", "attention_backward"):
-        q, k = inputs[:2] if name == "attention" else inputs[1:3]
-        causal = node.args[4] if name == "attention" else node.args[7]
-        whole = float(2 * q.numel() * k.shape[1] * (2 if name == "attention" else 5))
-        return whole * _CAUSAL if causal else whole
-    return 0.0
+    q, k = inputs[:2] if name == "attention" else inputs[1:3]
+    causal = node.args[4] if name == "attention" else node.args[7]
+    whole = float(2 * q.numel() * k.shape[1] * (2 if name == "attention" else 5))
+    return whole * _CAUSAL if causal else whole
 
 
 def sent(node: fx.Node, ranks: int) -> float:
