@@ -9,9 +9,11 @@ derived    what follows by arithmetic: microbatches, stages, padding, groups
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -35,7 +37,7 @@ from dtrain.layout.derived import (
 )
 from dtrain.layout.errors import at, fail, first
 from dtrain.layout.placement import levels, link_between, link_rate
-from dtrain.layout.reader import LayoutError, override, read
+from dtrain.layout.reader import LayoutError, Where, override, read
 from dtrain.layout.schema import Layout, Link, LossScale, Model, RematBudget, completed, schema_keys
 
 __all__ = [
@@ -65,6 +67,7 @@ __all__ = [
     "stage_of",
     "stages",
     "tables",
+    "vary",
 ]
 
 
@@ -84,8 +87,20 @@ def load(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Layout:
 def loads(text: str, name: str = "layout.yaml", overrides: Iterable[str] = ()) -> Layout:
     """The same from text; `name` is how errors call it."""
     data, where = read(text, name)
+    return _made(data, where, name, overrides)
+
+
+def vary(layout: Layout, overrides: Iterable[str]) -> Layout:
+    """The layout as its file with these overrides (after its own) would load, without reading it again."""
+    data, where, name = layout._written
+    return _made(copy.deepcopy(data), dict(where), name, overrides)
+
+
+def _made(data: dict[str, Any], where: Where, name: str, overrides: Iterable[str]) -> Layout:
+    """Plain values and where each was written -> a checked layout."""
     for line in overrides:
         override(data, where, line)
+    written = (copy.deepcopy(data), dict(where), name)
     data = {key: {} if value is None and key in _SECTIONS else value for key, value in data.items()}
     model = data.get("model")
     if isinstance(model, dict):
@@ -96,7 +111,7 @@ def loads(text: str, name: str = "layout.yaml", overrides: Iterable[str] = ()) -
         layout = Layout.model_validate(data)
     except ValidationError as error:
         raise first(error, where) from None
-    layout._where, layout._folder = where, str(Path(name).parent)
+    layout._where, layout._folder, layout._written = where, str(Path(name).parent), written
     layout = _filled(layout, Path(name).stem)
     _check(layout)
     return layout

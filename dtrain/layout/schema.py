@@ -323,6 +323,7 @@ class Layout(Section):
     allow: Annotated[tuple[Annotated[str, AfterValidator(_known(CHECKS))], ...], BeforeValidator(_one_or_many)] = ()
     _where: Where = PrivateAttr(default_factory=lambda: {"": "layout"})
     _folder: str = PrivateAttr(default="")
+    _written: tuple[dict[str, Any], Where, str] = PrivateAttr(default_factory=lambda: ({}, {"": "layout"}, "layout"))
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -101,7 +101,11 @@ def predict(layout: Layout, constants: Constants | None = None) -> Prediction:
     """Lower a layout and read its step off the program, with the constants of its GPU's class or others. Raises what
     `plan` and `lower` raise, one line."""
     made = plan(layout)
-    program = lower(made.job)
+    return read(made, lower(made.job), constants)
+
+
+def read(made: Plan, program: Program, constants: Constants | None = None) -> Prediction:
+    """The same of a plan whose program is there: lowering sees neither the schedule nor the number of microbatches."""
     return Prediction(
         made,
         program,
