@@ -36,13 +36,13 @@ def advice(wanted: Prediction) -> tuple[Advice, ...]:
 
 
 def test_each_advice_fits_and_says_its_cost(wanted: Prediction, advice: tuple[Advice, ...]) -> None:
-    assert wanted.fits is False and len(advice) == 3
+    assert wanted.fits is False and 2 <= len(advice) <= 3
     for a in advice:
         again = predict(layout.vary(wanted.plan.layout, a.overrides))
         assert again.fits and again.step_seconds == a.predicted.step_seconds
         assert a.cost == pytest.approx(again.step_seconds / wanted.step_seconds - 1)
     assert sorted(a.cost for a in advice) == [a.cost for a in advice]
-    assert len({a.what for a in advice}) == 3
+    assert len({a.what for a in advice}) == len(advice)
 
 
 def test_what_fits_needs_no_advice() -> None:
