@@ -94,14 +94,16 @@ def plan(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one object, see layouts/README.md.")] = False,
     trace_to: Annotated[str | None, typer.Option("--trace", help="Write the step's timeline for Perfetto.")] = None,
+    html_to: Annotated[str | None, typer.Option("--html", help="Write a page with pictures.")] = None,
 ) -> None:
     """Predict whether a layout fits, how fast it is and what it sends, without a GPU."""
     files = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
     if not files:
         raise typer.BadParameter("needs a layout file, as in layouts/", param_hint="LAYOUT")
-    if trace_to and len(files) > 1:
-        raise typer.BadParameter(f"{trace_to} is of one layout, not of {len(files)}", param_hint="--trace")
+    for path, option in ((trace_to, "--trace"), (html_to, "--html")):
+        if path and len(files) > 1:
+            raise typer.BadParameter(f"{path} is of one layout, not of {len(files)}", param_hint=option)
     with _one_line(1):
         import json
 
@@ -110,15 +112,21 @@ def plan(
         from dtrain.layout import check_place, load
         from dtrain.layout.shapes import shape_notes
         from dtrain.plan.compare import compare
+        from dtrain.plan.html import html
         from dtrain.plan.predict import predict
         from dtrain.plan.report import page, report
         from dtrain.plan.trace import trace
+        from dtrain.program.lower import store_tree
+        from dtrain.show import parameter_table
 
         loaded = [load(file, overrides) for file in files]
         notes = [[*shape_notes(x), *check_place(x)] for x in loaded]
         made = [predict(x) for x in loaded]
         if trace_to:
             _write(trace_to, json.dumps(trace(made[0])))
+        if html_to:
+            placement = parameter_table(made[0].plan, store_tree(made[0].plan.job))
+            _write(html_to, html(made[0], files[0], placement, notes[0]))
         if as_json:
             objects = [report(p, f, n) for p, f, n in zip(made, files, notes, strict=True)]
             typer.echo(json.dumps(objects[0] if len(objects) == 1 else {"layouts": objects}, indent=2))

@@ -51,7 +51,7 @@ def show(layout: Layout) -> str:
     tree = store_tree(p.job)
     parts = [
         "\n".join(heading(p)),
-        f'parameters (" is as in the column before)\n{_parameters(p, tree)}',
+        f'parameters (" is as in the column before)\n{_table(*parameter_table(p, tree))}',
         f"activations of one microbatch\n{_activations(p)}",
         *([_kept(p, p.job.remat)] if isinstance(p.job.remat, Budget) else []),
         f"pipeline: {layout.pipeline.schedule}, {many(p.microbatches, 'microbatch')}\n{_stages(p, tree)}",
@@ -66,7 +66,8 @@ def show(layout: Layout) -> str:
 # ------------------------------------------------------------------------------------------------- parameters
 
 
-def _parameters(p: Plan, tree: Mapping[str, Mapping[str, Stored]]) -> str:
+def parameter_table(p: Plan, tree: Mapping[str, Mapping[str, Stored]]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Headers, and a row for each parameter: where it lies in compute, at rest and in the optimizer."""
     rows = []
     for segment in SEGMENTS:
         name = f"block.0..{p.job.layers - 1}" if segment == "block" and p.job.layers > 1 else segment
@@ -92,10 +93,7 @@ def _parameters(p: Plan, tree: Mapping[str, Mapping[str, Stored]]) -> str:
                     "; ".join(notes),
                 ]
             )
-    return _table(
-        ["name", "global", "in compute", "local", "at rest", "local", "master, moments", "local", "notes"],
-        rows,
-    )
+    return ["name", "global", "in compute", "local", "at rest", "local", "master, moments", "local", "notes"], rows
 
 
 def at_rest(s: Stored, steps: int) -> str:
