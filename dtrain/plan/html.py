@@ -166,9 +166,9 @@ def _memory_lines(p: Prediction) -> str:
         out.append(f"{line}<title>pp {pp}</title></polyline>")
     if have:
         y = height * (1 - have / top)
-        ends, at = f'x1="{LEFT}" x2="{WIDTH - 10}" y1="{y:.1f}" y2="{y:.1f}"', f'x="{WIDTH - 10}" y="{y + 14:.1f}"'
+        ends, place = f'x1="{LEFT}" x2="{WIDTH - 10}" y1="{y:.1f}" y2="{y:.1f}"', f'x="{WIDTH - 10}" y="{y + 14:.1f}"'
         out.append(f'<line {ends} stroke="#a3231b" stroke-dasharray="5 4"/>')
-        out.append(f'<text {at} text-anchor="end">memory of the GPU, {show_size(have)}</text>')
+        out.append(f'<text {place} text-anchor="end">memory of the GPU, {show_size(have)}</text>')
     key = "".join(f'<i style="background:{_PARTS[i % len(_PARTS)]}"></i>pp {i}' for i in range(len(p.memory)))
     return f'<p class="key">{key}</p>{_svg(out, height, p)}'
 
