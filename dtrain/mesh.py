@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.torch_private import isolated_threads, join_fake_world, register_group, unregister_group
+from dtrain.torch_private import gloo, isolated_threads, join_fake_world, register_group, unregister_group
 
 T = TypeVar("T")
 
@@ -420,11 +420,12 @@ def join_world(mesh: Mesh, names: Iterable[str], rank: int, backend: str, device
         return {}
     first: dict[str, Any] = {"timeout": timedelta(seconds=limits.start), "rank": rank, "world_size": mesh.world}
     if backend == "nccl":
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device(device), **first)
+        dist.init_process_group(f"cpu:{gloo()},cuda:nccl", device_id=torch.device(device), **first)
     else:
+        backend = gloo()
         dist.init_process_group(backend, **first)
     # The watchdog holds each phase to its own limit; a collective must outlast the longest (a slow first compile).
     groups = dict(join(mesh, names, rank, backend, max(limits.start, limits.step, limits.save)))
-    groups["start"] = dist.new_group(backend="gloo", timeout=timedelta(seconds=limits.start))
-    groups["save"] = dist.new_group(backend="gloo", timeout=timedelta(seconds=limits.save))
+    groups["start"] = dist.new_group(backend=gloo(), timeout=timedelta(seconds=limits.start))
+    groups["save"] = dist.new_group(backend=gloo(), timeout=timedelta(seconds=limits.save))
     return groups

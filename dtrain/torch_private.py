@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -47,6 +49,25 @@ def forgetting_meshes() -> Iterator[None]:
 def _clear_caches() -> None:
     _clear_python_sharding_prop_cache()  # type: ignore[no-untyped-call]
     _clear_fast_path_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def gloo() -> str:
+    """The backend to ask for on CPUs: gloo with one thread a group. torch gives a group two, which note the name of
+    the collective that each has ended in one string without a lock: with two collectives in flight, or one that starts
+    while another's thread is still at its last line, the string is freed twice now and then."""
+
+    def create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._threads, options._timeout = 1, timeout
+        # As torch's own constructor, which takes no number of threads.
+        names = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+        devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in names]
+        options._devices = devices or [dist.ProcessGroupGloo.create_default_device()]
+        return dist.ProcessGroupGloo(store, rank, size, options)
+
+    dist.Backend.register_backend("gloo_one_thread", create, devices="cpu")
+    return "gloo_one_thread"
 
 
 def register_group(name: str, group: Any) -> None:
