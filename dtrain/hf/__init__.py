@@ -1,0 +1,12 @@
+"""Hugging Face's model folders: config.json, safetensors and their names, against dtrain's models.
+
+config     config.json <-> a family and its config
+names      where each parameter lies among a folder's tensors
+folder     read parts of a folder's tensors, write a folder tensor by tensor
+"""
+
+from dtrain.hf.config import HFError, config_of, dtype_of, model_of
+from dtrain.hf.folder import Folder, open_folder, write_folder
+from dtrain.hf.names import Home, homes
+
+__all__ = ["Folder", "HFError", "Home", "config_of", "dtype_of", "homes", "model_of", "open_folder", "write_folder"]
