@@ -111,6 +111,7 @@ def plan(
 
         from dtrain.layout import check_place, load
         from dtrain.layout.shapes import shape_notes
+        from dtrain.plan.advice import advise
         from dtrain.plan.compare import compare
         from dtrain.plan.html import html
         from dtrain.plan.predict import predict
@@ -134,7 +135,8 @@ def plan(
             console = Console(highlight=False)
             if not console.is_terminal:
                 console.width = max(console.width, 120)
-            console.print(page(made[0], notes[0]) if len(made) == 1 else compare(files, made))
+            one = page(made[0], notes[0], advise(made[0])) if len(made) == 1 else compare(files, made)
+            console.print(one)
     raise typer.Exit(3 if any(p.fits is False for p in made) else 0)
 
 

@@ -7,6 +7,7 @@ what follows from it is None; where its memory is unknown there is no verdict.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -19,6 +20,7 @@ from dtrain.hardware import show_size
 from dtrain.layout.derived import lengths
 from dtrain.plan import Plan
 from dtrain.plan import ledger as ledgers
+from dtrain.plan.advice import Advice
 from dtrain.plan.ledger import Entry
 from dtrain.plan.memory import Memory, capacity
 from dtrain.plan.predict import Prediction
@@ -145,11 +147,12 @@ def _entry(e: Entry, pps: list[int]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ for a terminal
 
 
-def page(p: Prediction, notes: Sequence[str] = ()) -> RenderableType:
-    """The summary: verdict, figures, memory, communication."""
+def page(p: Prediction, notes: Sequence[str] = (), advice: Sequence[Advice] = ()) -> RenderableType:
+    """The summary: verdict and what would help, figures, memory, communication."""
     parts: list[RenderableType] = [
         Text("\n".join(heading(p.plan))),
         verdict(p),
+        *([Text("\n".join(["it fits with", *map(_advice, advice)]))] if advice else []),
         _figures(p),
         _memory_table(p),
         _ledger_table(p),
@@ -179,6 +182,15 @@ def verdict(p: Prediction) -> Text:
     if p.margin < 0:
         text.append(f"\n   runs out of memory first {out_of_memory(p)}", "red")
     return text
+
+
+def _advice(a: Advice) -> str:
+    """What to change, what a step then takes, and how to type it."""
+    words = " ".join(shlex.quote(o) for o in a.overrides)
+    return (
+        f"  {a.what}: {show_seconds(a.predicted.step_seconds)} a step ({a.cost:+.0%}), "
+        f"{show_size(a.predicted.margin or 0)} to spare\n    {words}"
+    )
 
 
 def out_of_memory(p: Prediction) -> str:

@@ -1,0 +1,44 @@
+"""What `dtrain plan` is for: a 70B model on four nodes of eight H100, known before it is paid for."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+from typer.testing import CliRunner
+
+from dtrain import layout
+from dtrain.cli import app
+from dtrain.plan.predict import Prediction, predict
+
+
+def of(name: str, *more: str) -> Prediction:
+    return predict(layout.load(tiny.LAYOUTS / f"llama3-70b-4x8-{name}.yaml", more))
+
+
+def test_naive_fsdp_dies_in_its_first_backward() -> None:
+    naive, full = of("fsdp32"), of("fsdp32", "run.remat=full")
+    actions, memory = naive.plan.train[0], naive.memory[0]
+    have = naive.plan.layout.cluster.device.memory
+    over = next(i for i, n in enumerate(memory.over_time) if n > have)
+    assert naive.fits is False and memory.saved > have
+    assert full.fits and full.memory[0].saved < memory.saved / 20
+    # Forward of 80 layers fills the memory; the peak is where the first backward begins.
+    assert actions[memory.moment].mb == 0 and over <= memory.moment
+    assert all(a.kind not in ("B", "UPDATE") for a in actions[:over])
+
+
+@pytest.mark.long
+def test_sixteen_microbatches_of_eight_are_too_much_for_the_first_stage() -> None:
+    got = CliRunner().invoke(app, ["plan", str(tiny.LAYOUTS / "llama3-70b-4x8-h100.yaml"), "data.microbatch=8"])
+    assert got.exit_code == 3, got.output
+    assert "DOES NOT FIT" in got.output and "pp 0, the heaviest" in got.output
+    assert "microbatches of fewer sequences" in got.output and "data.microbatch=4" in got.output
+
+
+def test_tp_across_nodes_is_refused_and_shows_its_price_where_allowed() -> None:
+    mesh = ["mesh={pp: {size: 2}, tp: {size: 16}}", "shard.compute.batch=[]", "shard.optimizer={}"]
+    with pytest.raises(layout.LayoutError, match=r"tp 16 leaves its node of 8 GPUs"):
+        of("h100", *mesh)
+    inside, across = of("h100"), of("h100", *mesh, "allow=[tp-across-nodes]")
+    assert across.timeline.exposed > 0.3 > inside.timeline.exposed
+    assert across.mfu < inside.mfu
