@@ -48,8 +48,15 @@ def train(
     seed: int = 0,
     program: Program | None = None,
     calls: Calls | None = None,
+    done: int = 0,
+    enter: Callable[[Program, Place, State], None] | None = None,
+    leave: Callable[[Program, Place, State], None] | None = None,
 ) -> Trained:
-    """Train on simulated ranks, one step a batch. `batches` are global; `counts` their valid counts."""
+    """Train on simulated ranks, one step a batch. `batches` are global; `counts` their valid counts.
+
+    `enter` may fill each rank's state before the first step, as a checkpoint of step `done` does; `leave` is shown it
+    after the last one.
+    """
     program = program or lower(plan.job)
     calls = calls or uncompiled(program)
     mesh = plan.job.mesh
@@ -65,10 +72,13 @@ def train(
         weights = publish(program, calls, place, initial_weights(program, place, seed))
         scale = optim.scale_init(config.scaling) if config.scaling else None
         state = State(weights, optim.init(list(weights.masters.values())), scale)
+        if enter is not None:
+            enter(program, place, state)
+            state.weights = weights = publish(program, calls, place, weights.masters)
         reports: list[Report] = []
         grads: list[dict[str, Tensor]] = []
         params: list[dict[str, Tensor]] = [{k: v.clone() for k, v in weights.masters.items()}]
-        for number, batch in enumerate(batches, 1):
+        for number, batch in enumerate(batches, done + 1):
 
             def local(mb: int, batch: Batch = batch) -> Batch:
                 return {k: v[list(rows(plan, place.at, mb))] for k, v in batch.items()}
@@ -80,9 +90,11 @@ def train(
                 return update(g, loss)  # type: ignore[operator,no-any-return]
 
             scaled = state.scale["scale"] if state.scale else torch.ones(())
-            step = Step(number, seed, local, counts[number - 1], scaled, observed)
+            step = Step(number, seed, local, counts[number - done - 1], scaled, observed)
             run(bound, state.weights, step)
             params.append({k: v.clone() for k, v in state.weights.masters.items()})
+        if leave is not None:
+            leave(program, place, state)
         return place, reports, grads, params
 
     ranks = simulate(mesh, sorted(names), work)

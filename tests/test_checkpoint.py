@@ -150,18 +150,29 @@ def test_what_may_change_on_resume() -> None:
     old = {
         "optim": {"lr": 0.1},
         "mesh": {"tp": {"size": 2, "link": None}},
+        "model": {"layers": 2, "vocab_pad": "auto"},
+        "data": {"batch": 8, "microbatch": 1},
         "run": {"steps": 5, "seed": 0},
         "allow": [],
     }
     new = {
         "optim": {"lr": 0.2},
         "mesh": {"tp": {"size": 4}},
+        "shard": {"params": {"embed": ["fsdp"]}},
+        "model": {"layers": 3, "vocab_pad": 512},
+        "data": {"batch": 8, "microbatch": 2, "seq": 4},
         "run": {"steps": 9, "seed": 1},
-        "data": {"seq": 4},
     }
     forbidden, changed = checkpoint.compare(old, new)
-    assert forbidden == {"mesh.tp.size": "2 -> 4", "run.seed": "0 -> 1", "data.seq": "nothing -> 4"}
-    assert changed == {"optim.lr": "0.1 -> 0.2", "run.steps": "5 -> 9"}
+    assert forbidden == {"model.layers": "2 -> 3", "run.seed": "0 -> 1", "data.seq": "nothing -> 4"}
+    assert changed == {
+        "data.microbatch": "1 -> 2",
+        "mesh.tp.size": "2 -> 4",
+        "model.vocab_pad": "auto -> 512",
+        "optim.lr": "0.1 -> 0.2",
+        "run.steps": "5 -> 9",
+        "shard.params.embed": "nothing -> ['fsdp']",
+    }
 
 
 def make(fsdp: int, vocab: int = 257, model: str = "embed: 16, tied: true") -> tuple[plan.Plan, Program]:

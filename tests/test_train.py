@@ -184,6 +184,33 @@ def test_sharded_padded_state_survives_a_resume(tmp_path: Path) -> None:
     assert all(torch.equal(again[k], after[k]) for k in after)
 
 
+TIED = LLAMA.replace("vocab: 256", "vocab: 257, tied: true").replace("kv_heads: 2", "kv_heads: 1")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_run_goes_on_under_any_layout(tmp_path: Path) -> None:
+    """Begun under fsdp 4; gone on under a pipeline with the tied table on both stages, one KV head shared over tp and a
+    vocabulary padded otherwise; ended by one process. The same samples, rates and curve."""
+    straight = make(tmp_path / "straight", "run.steps=6", model=TIED)
+    alone(straight)
+    options = {"model": TIED}
+    folder = tmp_path / "moved"
+    fsdp = {"mesh": "fsdp: {size: 4}", "params": "embed: fsdp", "compute": "batch: fsdp"}
+    both = {"mesh": "pp: {size: 2}, tp: {size: 2}", "params": f"layers: pp, {TP}", "compute": f"layers: pp, {TP}"}
+    together(make(folder, "run.steps=2", **options, **fsdp))
+    assert rows(make(folder, **options), "loss")[0][1] == pytest.approx(rows(straight, "loss")[0][1], rel=1e-6)
+    together(make(folder, "run.steps=4", "model.vocab_pad=512", "data.microbatch=2", **options, **both))
+    last = make(folder, "run.steps=6", **options)
+    alone(last)
+    for (_, *ours), (_, *theirs) in zip(
+        rows(last, "loss", "grad_norm", "lr"), rows(straight, "loss", "grad_norm", "lr"), strict=True
+    ):
+        assert ours == pytest.approx(theirs, rel=2e-5)
+    a, b = tensors(tmp_path / "straight", 6), tensors(folder, 6)
+    assert a.keys() == b.keys() and {k: v.shape for k, v in a.items()} == {k: v.shape for k, v in b.items()}
+    assert all(torch.allclose(a[k], b[k], atol=1e-4) for k in a)
+
+
 def test_a_finished_run_says_so_and_can_be_extended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     alone(make(tmp_path, "run.steps=2"), quiet=False)
     out = capsys.readouterr().out

@@ -16,18 +16,10 @@ from dtrain.checkpoint.tensors import CheckpointError, Piece, everyone, files, w
 FORMAT = 1
 _STEP = re.compile(r"step-(\d+)")
 
-# What may differ between a checkpoint and the run that goes on from it; the first part that matches decides.
-_FREE = (
-    "allow",
-    "cluster",
-    "data.path",  # the content is compared instead
-    "data.validation.batches",
-    "kernels",
-    "optim",
-    "run",
-    "unshard",
-)
-_FIXED = ("mesh", "run.seed", "run.precision", "optim.name")
+# What makes a run the one it is. Where and how it is computed (mesh, rules, schedule, kernels, ...) is free, since none
+# of that changes the mathematics or what is on disk; so is how long it goes on, and at what rate.
+_SAME = ("model", "data", "run.seed", "run.precision", "optim.name")
+_FREE = ("model.vocab_pad", "data.microbatch", "data.path", "data.validation.batches")  # of paths the content counts
 
 
 @dataclass(frozen=True)
@@ -84,7 +76,7 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[dict[str,
     for key in sorted({**old, **new}):
         was, is_ = old.get(key), new.get(key)
         if was != is_:
-            free = _starts(key, _FREE) and not _starts(key, _FIXED)
+            free = _starts(key, _FREE) or not _starts(key, _SAME)
             (changed if free else forbidden)[key] = f"{_show(was)} -> {_show(is_)}"
     return forbidden, changed
 
