@@ -162,6 +162,51 @@ def verify(layout: LayoutFile, overrides: Overrides = None) -> None:
     raise typer.Exit(0 if equal else 1)
 
 
+@app.command("import")
+def import_(
+    source: Annotated[str, typer.Argument(metavar="HF_FOLDER", help="config.json and safetensors.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="OUT/step-0 becomes a checkpoint of the weights.")],
+    allow_missing: Annotated[bool, typer.Option(help="Give tensors that the folder lacks initial values.")] = False,
+    allow_extra: Annotated[bool, typer.Option(help="Leave out tensors that the model does not have.")] = False,
+) -> None:
+    """Make a checkpoint of a Hugging Face folder (Llama 3, GPT-2, BERT), and print the model as a layout says it."""
+    with _one_line():
+        from pathlib import Path
+
+        from dtrain.convert import import_folder
+
+        for line in import_folder(Path(source), Path(out), allow_missing, allow_extra):
+            typer.echo(line)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="step-N, or a run's folder: its latest.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="A new folder for transformers.")],
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16 or fp64; by default the run's.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer's file or folder; by default the run's.")] = None,
+    shard: Annotated[str, typer.Option(help="The size of a file of weights, at most.")] = "5GB",
+) -> None:
+    """Make a Hugging Face folder of a checkpoint, one tensor in memory at a time."""
+    from dtrain.hardware import parse_size
+    from dtrain.hf import DTYPES
+
+    if precision not in (None, *DTYPES.values()):
+        raise typer.BadParameter(f"{precision!r}; allowed: {', '.join(DTYPES.values())}", param_hint="--precision")
+    try:
+        size = parse_size(shard)
+    except ValueError as error:
+        raise typer.BadParameter(f"{shard!r} {error}", param_hint="--shard") from None
+    with _one_line():
+        from pathlib import Path
+
+        from dtrain.convert import export as write
+
+        named = Path(tokenizer) if tokenizer else None
+        for line in write(Path(checkpoint), Path(out), precision, named, size):
+            typer.echo(line)
+
+
 # ------------------------------------------------------------------------------------------------ dtrain data ...
 
 data_app = typer.Typer(no_args_is_help=True, help="Pack texts into token files, and look at what a model will see.")

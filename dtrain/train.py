@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain import checkpoint, data, hardware, layout, metrics, optim
+from dtrain import checkpoint, data, hardware, hf, layout, metrics, optim
 from dtrain import plan as plans
 from dtrain.checkpoint import Record
 from dtrain.checkpoint.tensors import everyone, names
@@ -91,7 +91,7 @@ def train(layout: Layout, rank: Rank, *, quiet: bool) -> None:
             say(log, note)
         r = prepare(plan, rank, source, log)
         with torch.no_grad():
-            state = restore(r, done) if done else initialise(r)
+            state = restore(r, done) if done else initialise(r, log)
             loop(r, state, log, done, record)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -274,9 +274,30 @@ def describe(log: Log, plan: Plan, rank: Rank, program: Program) -> None:
         )
 
 
-def initialise(r: Run) -> State:
-    """The state before step 1."""
-    return _state(r, initial_weights(r.program, r.place, r.layout.run.seed))
+def initialise(r: Run, log: Log) -> State:
+    """The state before step 1: the weights of the seed, or those that the layout or an imported step 0 brings."""
+    path = start_of(r.layout)
+    if path is None:
+        return _state(r, initial_weights(r.program, r.place, r.layout.run.seed))
+    say(log, f"weights of {path}")
+    if r.rank.rank == 0:
+        came_with = path if (path / "config.json").is_file() else path.parent / hf.KEPT
+        if came_with.is_dir() and came_with != r.folder / hf.KEPT:
+            hf.keep(came_with, r.folder)
+    return _state(r, checkpoint.starting_weights(path, r.program, r.place))
+
+
+def start_of(layout: Layout) -> Path | None:
+    """What brings the weights of step 0. Raises RunError where the folder has an imported model of other sizes."""
+    folder = Path(layout.run.folder or ".")
+    if layout.model.load is not None:
+        return Path(layout.model.load)
+    if 0 not in checkpoint.steps(folder):
+        return None
+    path = checkpoint.find(folder, 0)
+    raise RunError(
+        f"{folder} holds an imported model; to start from it write model: {{load: {path}}}, or choose another"
+    )
 
 
 def restore(r: Run, step: int) -> State:

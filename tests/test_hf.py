@@ -391,6 +391,16 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     assert "pytorch_model.bin and no safetensors; .bin files are pickles" in refusal(tmp_path)
 
 
+def test_as_many_tokens_as_positions_and_no_more(tmp_path: Path) -> None:
+    """48 positions of width 64: neither is taken for the other."""
+    saved("gpt2", tmp_path)
+    folder, _ = hf.open_folder(tmp_path)
+    module, params = models.load("gpt2"), parameters(folder)
+    ours(module, evaluation("gpt2", folder.cfg), params, inputs(61, 48))
+    with pytest.raises(ModelError, match=r"49 tokens does not fit model\.positions, 48"):
+        ours(module, folder.cfg, params, inputs(61, 49))
+
+
 def test_a_folder_is_not_written_over_and_appears_when_complete(tmp_path: Path) -> None:
     saved("gpt2", tmp_path / "in")
     folder, _ = hf.open_folder(tmp_path / "in")

@@ -8,14 +8,16 @@ import shlex
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
-from dtrain import layout, plan, show
+from dtrain import cli, layout, plan, show
 from dtrain.launch import commands
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = [p for folder in (".", "layouts", "checkpoints", "bench", "tests") for p in (ROOT / folder).glob("*.md")]
-VERBS = ("run", "show", "verify", "plan")
+VERBS = ("run", "show", "verify", "plan")  # of layouts
+OTHERS = ("export",)
 KEYS = set(layout.schema_keys())
 
 
@@ -39,11 +41,17 @@ def dtrains() -> list[list[str]]:
 
 
 def test_there_is_something_to_test() -> None:
-    assert len(dtrains()) >= 8 and {words[0] for words in dtrains()} == set(VERBS)
+    assert len(dtrains()) >= 8 and {words[0] for words in dtrains()} == {*VERBS, *OTHERS}
     assert len(blocks(README, "yaml")) >= 1 and len(PAGES) >= 6
 
 
-@pytest.mark.parametrize("words", dtrains(), ids=lambda words: " ".join(words[:2]))
+@pytest.mark.parametrize("words", [w for w in dtrains() if w[0] in OTHERS], ids=lambda words: words[0])
+def test_options_of_the_other_commands_exist(words: list[str]) -> None:
+    options = {word for word in words if word.startswith("--")}
+    assert options <= {o for p in get_command(cli.app).commands[words[0]].params for o in p.opts}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("words", [w for w in dtrains() if w[0] in VERBS], ids=lambda words: " ".join(words[:2]))
 def test_commands_of_dtrain_load(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     verb, path, *overrides = words

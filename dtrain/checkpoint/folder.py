@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dtrain.checkpoint.tensors import CheckpointError, Piece, everyone, files, write
+from dtrain.checkpoint.tensors import CheckpointError, Fetch, Piece, everyone, files, write
 
 FORMAT = 1
 _STEP = re.compile(r"step-(\d+)")
@@ -19,7 +19,8 @@ _STEP = re.compile(r"step-(\d+)")
 # What makes a run the one it is. Where and how it is computed (mesh, rules, schedule, kernels, ...) is free, since none
 # of that changes the mathematics or what is on disk; so is how long it goes on, and at what rate.
 _SAME = ("model", "data", "run.seed", "run.precision", "optim.name")
-_FREE = ("model.vocab_pad", "data.microbatch", "data.path", "data.validation.batches")  # of paths the content counts
+# Of paths the content counts: of the data its hash, of a loaded model what it brought.
+_FREE = ("model.vocab_pad", "model.load", "data.microbatch", "data.path", "data.validation.batches")
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,15 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def save(
-    folder: Path, record: Record, mine: Mapping[str, Piece], rank: int = 0, world: int = 1, group: Any = None
+    folder: Path,
+    record: Record,
+    mine: Mapping[str, Piece],
+    rank: int = 0,
+    world: int = 1,
+    group: Any = None,
+    fetch: Fetch | None = None,
 ) -> Path:
-    """Write a checkpoint, on all ranks at once; returns its folder.
+    """Write a checkpoint, on all ranks at once; returns its folder. `fetch` is that of `write`.
 
     It is written as `step-N.tmp` and renamed when every rank's part is on disk. If anything fails, the unfinished
     folder is removed, older checkpoints stay, and CheckpointError is raised on every rank.
@@ -145,7 +152,7 @@ def save(
 
     try:
         first_rank(begin)
-        write(temporary, mine, group, world)
+        write(temporary, mine, group, world, fetch)
         first_rank(finish)
     except CheckpointError as error:
         if rank == 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,8 @@ from dtrain import storage
 from dtrain.program.interpret import Place, owned
 from dtrain.program.lower import Program
 from dtrain.program.update import State
+
+Fetch = Callable[[str], Tensor]
 
 
 class CheckpointError(Exception):
@@ -87,14 +89,16 @@ def names(program: Program, scaled: bool) -> set[str]:
     return out | ({"loss_scale/scale", "loss_scale/good_steps"} if scaled else set())
 
 
-def write(path: Path, mine: Mapping[str, Piece], group: Any, world: int) -> None:
-    """Write the pieces of all ranks of `group` into a folder. Raises CheckpointError on every rank."""
+def write(path: Path, mine: Mapping[str, Piece], group: Any, world: int, fetch: Fetch | None = None) -> None:
+    """Write the pieces of all ranks of `group` into a folder. Raises CheckpointError on every rank.
+
+    With `fetch` the pieces' own tensors only say what is to come (on `meta`): it gives each by name, one at a time."""
     writer = FileSystemWriter(path)
     with _in_one_line(f"{path} cannot be written"):
         save(
             dict(mine),
             storage_writer=writer,
-            planner=_Writing(False, False),
+            planner=_Writing(fetch),
             process_group=group,
             no_dist=world == 1,
         )
@@ -120,6 +124,34 @@ def restore(path: Path, mine: Mapping[str, Piece], wanted: set[str], group: Any,
             process_group=group,
             no_dist=world == 1,
         )
+
+
+def open_tensors(path: Path) -> tuple[dict[str, tuple[int, ...]], Fetch]:
+    """The shape of each tensor of a checkpoint, and what reads a whole one, in one process. Raises CheckpointError."""
+    with _in_one_line(f"{path} cannot be read"):
+        metadata = FileSystemReader(path).read_metadata()
+    every = {n: t for n, t in metadata.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
+
+    class Known(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+            return metadata  # which is long, and read once
+
+    def read(name: str) -> Tensor:
+        saved = every[name]
+        whole = torch.empty(saved.size, dtype=saved.properties.dtype)
+        with _in_one_line(f"{path} cannot be read"):
+            piece = Piece(whole, (0,) * whole.ndim, tuple(saved.size))
+            load({name: piece}, storage_reader=Known(path), planner=_Reading(False, False), no_dist=True)
+        return whole
+
+    return {name: tuple(t.size) for name, t in every.items()}, read
+
+
+def read_pieces(path: Path, mine: Mapping[str, Piece]) -> None:
+    """Fill these pieces, whatever else the checkpoint holds, alone: other ranks may want others. Raises
+    CheckpointError."""
+    with _in_one_line(f"{path} cannot be read"):
+        load(dict(mine), storage_reader=FileSystemReader(path), planner=_Reading(False, False), no_dist=True)
 
 
 @contextmanager
@@ -148,6 +180,10 @@ def _chunk(piece: Piece) -> ChunkStorageMetadata:
 class _Writing(DefaultSavePlanner):
     """DCP's extension point for state that is not its own kinds of tensors."""
 
+    def __init__(self, fetch: Fetch | None = None) -> None:
+        super().__init__(False, False)
+        self.fetch = fetch
+
     def create_local_plan(self) -> SavePlan:
         mine: Mapping[str, Any] = self.state_dict
         self.plan = SavePlan(
@@ -166,7 +202,7 @@ class _Writing(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         piece: Any = self.state_dict[index.fqn]
-        return piece.tensor
+        return piece.tensor if self.fetch is None else self.fetch(index.fqn)
 
 
 class _Reading(DefaultLoadPlanner):

@@ -16,6 +16,8 @@ from .masking import Masking
 from .order import passes, permute
 from .perplexity import report
 from .sources import open_source
+from .tokenizer import Tokenizer
+from .tokenizer import load as load_tokenizer
 
 __all__ = [
     "Ahead",
@@ -24,7 +26,9 @@ __all__ = [
     "From",
     "Masking",
     "Source",
+    "Tokenizer",
     "batch",
+    "load_tokenizer",
     "open_source",
     "passes",
     "permute",

@@ -202,12 +202,15 @@ def config_of(
     name = kind_of(family, cfg)
     kind = KINDS[name]
     dtype = next(long for long, short in DTYPES.items() if short == precision)
-    out: dict[str, Any] = (
-        dict(like) if like and like.get("model_type") == name else {"bos_token_id": None, "eos_token_id": None}
-    )
+    out: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+    if like and like.get("model_type") == name:
+        out = dict(like)
     out |= {"architectures": [kind.classes[0]], "model_type": name, "torch_dtype": dtype, "dtype": dtype}
     out |= {key: allowed[0] for key, allowed in kind.fixed.items() if out.get(key) not in allowed}
-    out |= {key: getattr(cfg, field) for field, (key, _) in kind.fields.items()}
+    meant = {key: getattr(cfg, field) for field, (key, _) in kind.fields.items()}
+    if family == "gpt2" and out.get("n_inner", 0) is None and cfg.mlp == 4 * cfg.embed:
+        del meant["n_inner"]
+    out |= meant
     if family == "gpt2":
         out["embd_pdrop"] = cfg.dropout
     if family == "llama":

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ BESIDE = (
     "vocab.txt",
 )
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+KEPT = "hf"  # in a run's folder: what its model came with
 _LISTED = 8  # differences that an error lists
 
 
@@ -228,11 +229,18 @@ def write_folder(
     return [path / name for name in names]
 
 
-def copy_beside(source: Path | None, out: Path) -> None:
-    """Copy what goes along with the weights."""
+def copy_beside(source: Path | None, out: Path, leave: Sequence[str] = ()) -> None:
+    """Copy what goes along with the weights, apart from `leave`."""
     for name in BESIDE:
-        if source is not None and (source / name).is_file():
+        if source is not None and name not in leave and (source / name).is_file():
             shutil.copyfile(source / name, out / name)
+
+
+def keep(source: Path, out: Path) -> None:
+    """Copy config.json and what goes along with the weights into `out/hf`, where an export finds them again."""
+    (out / KEPT).mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source / "config.json", out / KEPT / "config.json")
+    copy_beside(source, out / KEPT)
 
 
 def _shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int, limit: int) -> list[list[str]]:

@@ -39,6 +39,7 @@ from dtrain.layout.errors import at, fail, first
 from dtrain.layout.placement import levels, link_between, link_rate
 from dtrain.layout.reader import LayoutError, Where, override, read
 from dtrain.layout.schema import Layout, Link, LossScale, Model, RematBudget, completed, schema_keys
+from dtrain.layout.start import started
 
 __all__ = [
     "Layout",
@@ -104,6 +105,7 @@ def _made(data: dict[str, Any], where: Where, name: str, overrides: Iterable[str
     data = {key: {} if value is None and key in _SECTIONS else value for key, value in data.items()}
     model = data.get("model")
     if isinstance(model, dict):
+        model = started(model, where)
         own = [key for key in Model.model_fields if key != "fields"]
         rest = {key: value for key, value in model.items() if key not in own}
         data["model"] = {key: model[key] for key in own if key in model} | {"fields": rest}

@@ -39,7 +39,7 @@ def family(layout: Layout) -> tuple[Any, Any]:
     given = [way for way, name in ways.items() if name is not None]
     if len(given) != 1:
         meant = next((f"{key}{nearest(key, ways)}; " for key in model.fields if nearest(key, ways)), "")
-        has = f"{' and '.join(given)} are both given" if given else "says none of family, preset, file"
+        has = f"{' and '.join(given)} are both given" if given else "says none of family, preset, file, load"
         fail(layout, "model", f"{meant}{has}; write exactly one of them")
     for key, section in (("attention", "kernels"), ("loss_chunks", "kernels"), ("document_mask", "data")):
         if key in model.fields:

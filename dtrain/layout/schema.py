@@ -170,6 +170,7 @@ class Model(Section):
     preset: str | None = None
     family: str | None = None
     file: str | None = None
+    load: str | None = None
     vocab_pad: Annotated[int | Literal["auto"], PlainValidator(_auto_or_count)] = "auto"
     fields: dict[str, Any] = {}  # every other key of the section: the family's own sizes
 
