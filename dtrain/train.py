@@ -91,7 +91,9 @@ def train(layout: Layout, rank: Rank, *, quiet: bool) -> None:
             say(log, note)
         r = prepare(plan, rank, source, log)
         with torch.no_grad():
-            state = restore(r, done) if done else initialise(r, log)
+            if not done and (path := start_of(layout)):
+                say(log, f"weights of {path}")
+            state = restore(r, done) if done else initialise(r)
             loop(r, state, log, done, record)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -274,12 +276,11 @@ def describe(log: Log, plan: Plan, rank: Rank, program: Program) -> None:
         )
 
 
-def initialise(r: Run, log: Log) -> State:
+def initialise(r: Run) -> State:
     """The state before step 1: the weights of the seed, or those that the layout or an imported step 0 brings."""
     path = start_of(r.layout)
     if path is None:
         return _state(r, initial_weights(r.program, r.place, r.layout.run.seed))
-    say(log, f"weights of {path}")
     if r.rank.rank == 0:
         came_with = path if (path / "config.json").is_file() else path.parent / hf.KEPT
         if came_with.is_dir() and came_with != r.folder / hf.KEPT:
