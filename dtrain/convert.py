@@ -80,7 +80,10 @@ def export(
     if like is None and tokenizer is not None:
         found = data.load_tokenizer(str(tokenizer))
         config |= {"bos_token_id": found.bos, "eos_token_id": found.eos}
-    fetch = lambda path: read(f"master/{path}")  # noqa: E731
+
+    def fetch(path: str) -> Tensor:
+        return read(f"master/{path}")
+
     files = hf.write_folder(out, family, cfg, fetch, PRECISION[precision], config, beside, shard_bytes)
     if tokenizer is not None:
         _write_tokenizer(tokenizer, out)

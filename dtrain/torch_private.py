@@ -53,9 +53,9 @@ def _clear_caches() -> None:
 
 @functools.cache
 def gloo() -> str:
-    """The backend to ask for on CPUs: gloo with one thread a group. torch gives a group two, which note the name of
-    the collective that each has ended in one string without a lock: with two collectives in flight, or one that starts
-    while another's thread is still at its last line, the string is freed twice now and then."""
+    """The backend to ask for on CPUs: gloo with one thread a group. With the two that torch gives it, runs died now
+    and then: core dumps show a block freed twice in a thread of gloo, with the name of a collective in it, which both
+    threads seem to note as the last one ended, without a lock."""
 
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
