@@ -157,6 +157,11 @@ def record_validation(log: Log, step: int, loss: float) -> None:
     say(log, f"step {step}/{log.cfg.steps}  held-out loss {loss:.4f}")
 
 
+def record_predicted(log: Log, step: int, values: Mapping[str, float | int | None]) -> None:
+    """Write what was predicted of the run that ended with a step, beside what was measured."""
+    _write(log, "predicted", {"step": step, **values})
+
+
 def say(log: Log, text: str) -> None:
     """One line for a person, above the live display if there is one."""
     if log.console is not None:

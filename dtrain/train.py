@@ -25,7 +25,8 @@ from dtrain.checkpoint.tensors import everyone, names
 from dtrain.layout import Layout
 from dtrain.mesh import Groups, Limits, join_world, pipeline_groups
 from dtrain.metrics import Log, say
-from dtrain.plan import Plan
+from dtrain.plan import Plan, predict
+from dtrain.plan.measured import Measured, beside, columns
 from dtrain.program import blame
 from dtrain.program.compile import Sharing, compile_program, uncompiled
 from dtrain.program.interpret import Bound, Calls, Place, Step, Weights, bind, initial_weights, publish, run
@@ -371,7 +372,11 @@ def loop(r: Run, state: State, log: Log, done: int, record: Record | None) -> No
     trace.close()
     r.batches.close()
     assert report is not None and saved
-    say(log, summary(r, saved, report, valid, skipped, clock, peak_memory(r)))
+    memory = peak_memory(r)
+    said = summary(r, saved, report, valid, skipped, clock, memory)
+    if log.cfg.writes:
+        said[-1:-1] = [f"  {line}" for line in predicted(r, log, saved, clock, memory)]
+    say(log, "\n".join(said))
 
 
 def training_step(r: Run, number: int, state: State) -> tuple[Step, bool]:
@@ -553,8 +558,23 @@ def peak_memory(r: Run) -> int:
     return largest
 
 
-def summary(r: Run, saved: int, report: Report, valid: float | None, skipped: int, clock: Clock, memory: int) -> str:
-    """What a run says at its end."""
+def predicted(r: Run, log: Log, step: int, clock: Clock, memory: int) -> list[str]:
+    """What `dtrain plan` says of this program, beside what was measured; in metrics.jsonl too. A run has done its work
+    by now, so whatever fails here is told and does not fail it."""
+    on_cpu = torch.device(r.place.device).type == "cpu"
+    measured = Measured(clock.spent[1] / clock.spent[0] if clock.spent[0] else None, memory, on_cpu)
+    try:
+        p = predict.read(r.plan, r.program)
+        metrics.record_predicted(log, step, columns(p, measured))
+        return beside(p, measured)
+    except Exception as error:
+        return [f"no prediction: {type(error).__name__}: {error}".splitlines()[0]]
+
+
+def summary(
+    r: Run, saved: int, report: Report, valid: float | None, skipped: int, clock: Clock, memory: int
+) -> list[str]:
+    """What a run says at its end, line by line; the last says how to go on."""
     steps = r.layout.run.steps
     lines = [f"stopped as asked after step {saved} of {steps}" if saved < steps else f"finished: {steps} steps"]
     lines.append(f"  loss {report.loss:.4f}" + (f", held-out loss {valid:.4f}" if valid is not None else ""))
@@ -569,7 +589,7 @@ def summary(r: Run, saved: int, report: Report, valid: float | None, skipped: in
     lines.append(f"  curves: tensorboard --logdir {r.folder}")
     more = "the same command" if saved < steps else f"the same command and run.steps={2 * steps}"
     lines.append(f"  to go on: {more}")
-    return "\n".join(lines)
+    return lines
 
 
 class Trace:

@@ -33,6 +33,9 @@ def check_metrics(folder: Path) -> None:
     held_out = {r["step"]: r["valid_loss"] for r in rows if "valid_loss" in r}
     assert list(held_out) == [0, 40, 80, 120, 160]
     assert 5 < held_out[0] < 6 and held_out[160] < 2.5
+    said = rows.pop()
+    assert said["step"] == 160 and said["predicted_step_s"] is None  # nor how long a step takes there
+    assert 0 < said["predicted_peak_memory_bytes"] < rows[-2]["peak_memory_bytes"] and said["measured_step_s"] > 0
     steps = [r for r in rows if "valid_loss" not in r]
     assert [r["step"] for r in steps] == [1, *range(5, 161, 5)]
     for row in steps:
@@ -60,6 +63,8 @@ def check_output(said: str, folder: Path) -> None:
     end = said[said.index("finished: 160 steps") :]
     assert re.search(r"loss [\d.]+, held-out loss [\d.]+", end)
     assert re.search(r"[\d,]+ tokens/s, [\d.]+% of the time waiting for data, peak memory", end)
+    assert "no predicted time: what a cpu reaches in fp32 is not known" in end
+    assert re.search(r"predicted memory [\d.]+MiB of tensors on the heaviest rank", end)
     assert str(folder / "step-160") in end and "tensorboard --logdir" in end and "run.steps=320" in end
 
 
