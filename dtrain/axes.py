@@ -88,11 +88,13 @@ def paths(tree: ParamTree, layers: int) -> dict[str, Param]:
 class Here:
     """What an island knows of its place: `offset(axis)` is the global index of the first local element (a
     0-dim int64 tensor, or 0), `sum(x, axis)` and `max(x, axis)` combine x over the ranks that split the axis.
-    The reductions are not differentiable: use them inside an autograd.Function."""
+    The reductions are not differentiable: use them inside an autograd.Function. `cached(k, v)` are the keys and values
+    of all positions up to these: as given, unless text is generated piece by piece."""
 
     offset: Callable[[str], Tensor | int]
     sum: Callable[[Tensor, str], Tensor]
     max: Callable[[Tensor, str], Tensor]
+    cached: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = field(default=lambda k, v: (k, v))
 
 
 def _alone_island(fn: Callable[..., Tensor], in_axes: tuple[str, ...], out_axes: str) -> Callable[..., Tensor]:

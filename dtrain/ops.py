@@ -182,7 +182,7 @@ def attention(
     attended) is for bidirectional attention; a sample without any valid key attends to all, so stays finite.
     `start_BS` is for causal attention among packed documents: where in the sequence each position's document
     begins; positions see those of their own document only. Math and the kernel of a CPU and the efficient one of a
-    GPU make a mask of scores of it, exact; flash and cuDNN refuse it.
+    GPU make a mask of scores of it, exact; flash and cuDNN refuse it. A single query is the last of the positions.
     `drop` maps the probabilities (batch, heads, seq, seq) and needs `kernel="math"`, plain operations that
     hold all scores; any other kernel is one opaque operation that saves q, k, v, the result and a
     log-sum-exp a row. `auto` takes the fastest that fits where the operation runs.
@@ -198,7 +198,11 @@ def attention(
     if start_BS is not None and not causal:
         raise OpError("attention among packed documents is causal; give causal=True with their starts")
     if causal and q_BSHK.shape[1] != k_BTGK.shape[1]:
-        raise OpError(f"causal attention needs as many queries as keys, got {q_BSHK.shape[1]} and {k_BTGK.shape[1]}")
+        if q_BSHK.shape[1] != 1 or start_BS is not None:
+            raise OpError(
+                f"causal attention needs as many queries as keys, got {q_BSHK.shape[1]} and {k_BTGK.shape[1]}"
+            )
+        causal = False  # it sees them all
     valid = None
     if valid_BT is not None:
         valid = valid_BT > 0

@@ -24,7 +24,8 @@ def block(cfg, p, x, batch, key, on):
     def attend(here, q, k, v):  # an island: runs on this rank's heads
         at = ops.positions(here, q, "seq", 1)
         cos, sin = ops.rope_tables(at, cfg.head_dim, cfg.rope_theta, cfg.rope_scaling, q.dtype)
-        q, k = ops.rotate(q, cos, sin), ops.rotate(k, cos, sin)
+        q = ops.rotate(q, cos, sin)
+        k, v = here.cached(ops.rotate(k, cos, sin), v)  # for `dtrain sample`, which calls a token at a time
         return ops.attention(q, k, v, causal=True, kernel=cfg.attention)
 
     h = on.constrain(ops.rms_norm(x, w["norm_attn"], cfg.norm_eps), "batch seq embed")

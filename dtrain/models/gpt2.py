@@ -146,6 +146,7 @@ def block(cfg: Config, p: Mapping[str, Tensor], x: Tensor, batch: Mapping[str, T
     start = starts(cfg, batch)
 
     def attend(here: Here, q: Tensor, k: Tensor, v: Tensor, sample: Tensor, start: Tensor | None = None) -> Tensor:
+        k, v = here.cached(k, v)
         if rate == 0:
             return ops.attention(q, k, v, causal=True, kernel=cfg.attention, start_BS=start)
         drop = partial(

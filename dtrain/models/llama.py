@@ -119,7 +119,8 @@ def block(cfg: Config, p: Mapping[str, Tensor], x: Tensor, batch: Mapping[str, T
         at = ops.positions(here, q, "seq", 1)
         at = at if start is None else at - start
         cos, sin = ops.rope_tables(at, cfg.head_dim, cfg.rope_theta, cfg.rope_scaling, q.dtype)
-        q, k = ops.rotate(q, cos, sin), ops.rotate(k, cos, sin)
+        q = ops.rotate(q, cos, sin)
+        k, v = here.cached(ops.rotate(k, cos, sin), v)
         return ops.attention(q, k, v, causal=True, kernel=cfg.attention, start_BS=start)
 
     Q, KV = "batch seq heads head_dim", "batch seq kv_heads head_dim"
