@@ -14,7 +14,8 @@ from dtrain import hardware, layout
 from dtrain.plan import seconds as sec
 from dtrain.plan.ledger import Level
 from dtrain.plan.seconds import CONSTANTS, Constants, Machine, Piece
-from dtrain.program import cost, passes
+from dtrain.program import cost
+from dtrain.program.lower import Graph
 
 PLAIN = Constants(matmul=0.5, memory=0.5, gap=0.0, link=0.5, net=0.5, overlap=0.0)
 
@@ -30,20 +31,20 @@ def on(gpu: str, constants: Constants | None = None, **links: float) -> Machine:
 def test_a_product_that_fills_its_waves() -> None:
     """132 tiles of 256 x 128 on the 132 multiprocessors of an H100: the whole peak times its share."""
     h100 = on("h100-sxm", PLAIN)
-    took = sec.product(h100, 256 * 12, 128 * 11, 4096, 1, torch.bfloat16)
+    took = sec.product(h100, cost.Product(256 * 12, 128 * 11, 4096, 1, torch.bfloat16))
     assert took == pytest.approx(2 * 256 * 12 * 128 * 11 * 4096 / (989.4e12 * 0.5))
 
 
 def test_the_last_wave_takes_as_long_as_a_full_one() -> None:
     h100 = on("h100-sxm", PLAIN)
-    full = sec.product(h100, 256 * 12, 128 * 11, 8192, 1, torch.bfloat16)
-    more = sec.product(h100, 256 * 12, 128 * 12, 8192, 1, torch.bfloat16)
+    full = sec.product(h100, cost.Product(256 * 12, 128 * 11, 8192, 1, torch.bfloat16))
+    more = sec.product(h100, cost.Product(256 * 12, 128 * 12, 8192, 1, torch.bfloat16))
     assert more > 1.15 * full  # 144 tiles, or smaller ones at a lower rate, for 1.09 times the work
 
 
 def test_dims_are_filled_up_and_rows_begin_at_16_bytes() -> None:
     a100 = on("a100-80", PLAIN)
-    whole, part, odd = (sec.product(a100, 8192, 8192, k, 1, torch.bfloat16) for k in (4096, 4040, 4033))
+    whole, part, odd = (sec.product(a100, cost.Product(8192, 8192, k, 1, torch.bfloat16)) for k in (4096, 4040, 4033))
     assert part == whole and odd == pytest.approx(2 * whole)
 
 
@@ -51,7 +52,7 @@ def test_a_small_result_is_split_along_the_inner_dimension() -> None:
     """128 x 128 from 1M: one tile would leave 107 of 108 multiprocessors idle."""
     a100 = on("a100-80", PLAIN)
     one_tile = 2 * 128 * 128 * 2**20 / (312e12 * 0.5 / 108)
-    assert sec.product(a100, 128, 128, 2**20, 1, torch.bfloat16) < one_tile / 7
+    assert sec.product(a100, cost.Product(128, 128, 2**20, 1, torch.bfloat16)) < one_tile / 7
 
 
 def test_precisions_have_their_peaks() -> None:
@@ -69,7 +70,7 @@ def graph(fn: object, *examples: torch.Tensor) -> fx.Graph:
 
 
 def rows(g: fx.Graph, fused: bool = True) -> list[tuple[str, int, int]]:
-    return [(passes.op_name(k.node), k.read, k.written) for k in cost.kernels(g, fused)]
+    return [(k.op, k.read, k.written) for k in cost.kernels(g, fused).values()]
 
 
 def test_a_chain_between_two_products_is_one_kernel() -> None:
@@ -113,7 +114,7 @@ def test_pieces_of_a_value_are_read_as_pieces() -> None:
 
 def test_pointwise_kernels_are_bound_by_memory() -> None:
     g = graph(lambda x: [x * 2 + 1], torch.empty(2**20))
-    (k,) = cost.kernels(g)
+    (k,) = cost.kernels(g).values()
     assert sec.kernel(on("a100-80", replace(PLAIN, gap=1e-6)), k) == pytest.approx(8 * 2**20 / (2039e9 / 2) + 1e-6)
 
 
@@ -121,9 +122,9 @@ def test_math_attention_moves_its_scores() -> None:
     """Plain operations: the scores (1 x 4 x 8 x 8 doubles a head) are written by one product, read and written by the
     softmax, and read by the other."""
     seg = tiny.segment("gpt2", "block", "", ("model.dropout=0.0", "kernels.attention=math"))
-    found = cost.kernels(seg.graphs["forward"].module.graph)
+    found = list(cost.kernels(seg.graphs["forward"].module.graph).values())
     scores = 4 * 8 * 8 * 8
-    products = [k for k in found if passes.op_name(k.node) == "bmm"]
+    products = [k for k in found if k.op == "bmm"]
     assert [k.written for k in products] == [scores, 8 * 16 * 8]
     between = [k for k in found if k.written == scores and k.read >= scores and k not in products]
     assert len(between) == 1
@@ -132,10 +133,13 @@ def test_math_attention_moves_its_scores() -> None:
 # ------------------------------------------------------------------------------------------------------ attention
 
 
-def attend(length: int, heads: int, batch: int, kernel: str = "flash", dtype: torch.dtype = torch.bfloat16) -> fx.Node:
+def attend(
+    length: int, heads: int, batch: int, kernel: str = "flash", dtype: torch.dtype = torch.bfloat16
+) -> cost.Attention:
     q, k, v = (torch.empty(batch, length, heads, 128, dtype=dtype, device="meta") for _ in range(3))
     g = graph(lambda q, k, v: list(torch.ops.dtrain.attention(q, k, v, None, True, kernel)), q, k, v)
-    return next(n for n in g.nodes if passes.op_name(n) == "attention")
+    (a,) = (k.does for k in cost.kernels(g).values() if isinstance(k.does, cost.Attention))
+    return a
 
 
 @pytest.mark.parametrize(
@@ -146,7 +150,7 @@ def attend(length: int, heads: int, batch: int, kernel: str = "flash", dtype: to
 def test_attention_reaches_what_was_measured(gpu: str, kernel: str, length: int, tflops: float) -> None:
     """As it was measured, with 16k tokens and 16 heads of 128, whose blocks fill the GPU but for the last wave."""
     node = attend(length, 16, 16384 // length, kernel)
-    rate = cost.flops(node) / sec.attention(on(gpu), node) / 1e12
+    rate = node.flops / sec.attention(on(gpu), node) / 1e12
     blocks, sms = 16 * 16384 / 128, hardware.gpu(gpu).processors
     assert rate * math.ceil(blocks / sms) * sms / blocks == pytest.approx(tflops, rel=0.01)
 
@@ -270,7 +274,10 @@ def test_a_graph_of_collectives_is_left_with_its_last_ones_in_flight() -> None:
     def levels(group: str) -> tuple[Level, ...]:
         return (Level(group.partition("/")[0], "loopback", 2),)
 
-    start, wait = (sec.pieces(machine, seg.graphs[g], levels) for g in ("reduce", "reduce_wait"))
+    def launches(g: Graph) -> list[cost.Launch]:
+        return cost.launches(g.module.graph, g.inputs, g.outputs)
+
+    start, wait = (sec.pieces(machine, launches(seg.graphs[g]), levels) for g in ("reduce", "reduce_wait"))
     assert [p.stream for p in start if p.kind == "start"] == ["dp/reduce", "tp/reduce"]
     waited = {p.name for p in wait if p.kind == "wait"}
     assert waited == {p.name for p in start if p.kind == "start" and p.stream == "tp/reduce"}

@@ -14,15 +14,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx
 
 from dtrain import hardware, ops
 from dtrain import layout as layouts
 from dtrain.layout import Layout
 from dtrain.plan.ledger import Level, sent
-from dtrain.program import cost, passes
-from dtrain.program.cost import UNKNOWN, Kernel
-from dtrain.program.lower import Graph
+from dtrain.program import cost
+from dtrain.program.cost import UNKNOWN, Attention, Kernel, Product
 
 
 @dataclass(frozen=True)
@@ -99,14 +97,10 @@ def machine(layout: Layout, constants: Constants | None = None) -> Machine:
 
 def kernel(on: Machine, k: Kernel) -> float:
     """Seconds of a kernel that is no collective, with the gap after it."""
-    name = passes.op_name(k.node)
-    if name in cost.PRODUCTS:
-        left = _tensor(k.node.args[-2])
-        assert left is not None
-        *batch, m, n = k.node.meta["val"].shape
-        busy = product(on, m, n, left.shape[-1], math.prod(batch), left.dtype)
-    elif name in ("attention", "attention_backward"):
-        busy = attention(on, k.node)
+    if isinstance(k.does, cost.Product):
+        busy = product(on, k.does)
+    elif isinstance(k.does, cost.Attention):
+        busy = attention(on, k.does)
     else:
         fp32 = on.gpu.peak.get("fp32", UNKNOWN[0]) / 2  # a fused multiply-add is two FLOPs
         fp64 = min(fp32, on.gpu.peak.get("fp64", UNKNOWN[0]) / 2)
@@ -126,14 +120,15 @@ _SLICE = 64  # of the inner dimension
 _SPLITS = (1, 2, 4, 8)  # of the inner dimension, where the result has too few tiles
 
 
-def product(on: Machine, m: int, n: int, k: int, batch: int, dtype: torch.dtype) -> float:
-    """Seconds of arithmetic of `batch` products (m, k) x (k, n).
+def product(on: Machine, of: Product) -> float:
+    """Seconds of arithmetic of products.
 
     The result is cut into tiles, each multiprocessor computes one at a time, and the last wave of tiles takes as long
     as a full one (NVIDIA, "Matrix Multiplication Background User's Guide"); of the usual tiles and splits of the
     inner dimension the fastest is taken, as libraries do. Rows that do not start at 16 bytes halve the rate.
     """
-    rate = on.flops(dtype) * on.constants.matmul
+    m, n, k, batch = of.m, of.n, of.k, of.batch
+    rate = on.flops(of.dtype) * on.constants.matmul
     if on.gpu.processors == 1:
         return 2.0 * batch * m * n * k / rate
     each = rate / on.gpu.processors
@@ -146,7 +141,7 @@ def product(on: Machine, m: int, n: int, k: int, batch: int, dtype: torch.dtype)
             # The parts of a split are added up through memory, in fp32.
             extra = moved(on, 8.0 * batch * m * n * split) if split > 1 else 0.0
             times.append(waves * 2.0 * rows * columns * inner / (each * share) + extra)
-    aligned = all(d * dtype.itemsize % 16 == 0 for d in (n, k))
+    aligned = all(d * of.dtype.itemsize % 16 == 0 for d in (n, k))
     return min(times) * (1 if aligned else 2)
 
 
@@ -173,47 +168,30 @@ _PLAIN = {"efficient": 0.28, "math": 0.08, "cpu": 0.5}
 _ROWS = 128  # query positions that a multiprocessor works on
 
 
-def attention_kernel(on: Machine, node: fx.Node) -> str:
-    """Which kernel an attention node runs on this GPU, with a current cuDNN and without FlashAttention-3."""
-    forward = passes.op_name(node) == "attention"
-    asked = str(node.args[5 if forward else 8])
-    q = _queries(node)
-    valid, starts = node.args[3 if forward else 6], node.args[(6 if forward else 9) :]
-    masked = any(_tensor(mask) is not None for mask in (valid, *starts))
+def attention_kernel(on: Machine, a: Attention) -> str:
+    """Which kernel attention runs on this GPU, with a current cuDNN and without FlashAttention-3."""
     device = "cpu" if on.gpu.capability is None else "cuda"
-    if asked == "auto" and on.gpu.kind in ("hopper", "blackwell") and not on.deterministic:
+    if a.kernel == "auto" and on.gpu.kind in ("hopper", "blackwell") and not on.deterministic:
         try:
-            return ops.kernel_for("cudnn", device, q.dtype, q.shape[3], masked, on.gpu.capability)
+            return ops.kernel_for("cudnn", device, a.dtype, a.width, a.masked, on.gpu.capability)
         except ops.OpError:
             pass
-    return ops.kernel_for(asked, device, q.dtype, q.shape[3], masked, on.gpu.capability)
+    return ops.kernel_for(a.kernel, device, a.dtype, a.width, a.masked, on.gpu.capability)
 
 
-def _tensor(arg: object) -> Tensor | None:
-    return arg.meta["val"] if isinstance(arg, fx.Node) else None
-
-
-def _queries(node: fx.Node) -> Tensor:
-    q = _tensor(node.args[0 if passes.op_name(node) == "attention" else 1])
-    assert q is not None
-    return q
-
-
-def attention(on: Machine, node: fx.Node) -> float:
-    """Seconds of arithmetic of an attention node: its FLOPs (a causal half left out) at the kernel's measured rate for
-    its sequence and head_dim, longer where batch x heads x blocks of queries do not fill the multiprocessors."""
-    used = attention_kernel(on, node)
-    batch, length, heads, width = _queries(node).shape
-    dtype = _queries(node).dtype
+def attention(on: Machine, a: Attention) -> float:
+    """Seconds of arithmetic of attention: its FLOPs (a causal half left out) at the kernel's measured rate for its
+    sequence and head_dim, longer where batch x heads x blocks of queries do not fill the multiprocessors."""
+    used = attention_kernel(on, a)
     if (used, on.gpu.kind) not in _CURVES:
-        return cost.flops(node) / (_PLAIN.get(used, _PLAIN["efficient"]) * on.flops(dtype))
+        return a.flops / (_PLAIN.get(used, _PLAIN["efficient"]) * on.flops(a.dtype))
     curves, peak = _CURVES[used, on.gpu.kind]
-    filled = -(-width // 32) * 32
-    low, high = _at(curves[64], length), _at(curves[128], length)
+    filled = -(-a.width // 32) * 32
+    low, high = _at(curves[64], a.length), _at(curves[128], a.length)
     rate = (low if filled <= 64 else high if filled >= 128 else low + (high - low) * (filled - 64) / 64) * 1e12
-    blocks = batch * heads * -(-length // _ROWS)
+    blocks = a.batch * a.heads * -(-a.length // _ROWS)
     waves = -(-blocks // on.gpu.processors) * on.gpu.processors / blocks
-    return cost.flops(node) / (rate * on.flops(dtype) / peak * width / filled) * waves
+    return a.flops / (rate * on.flops(a.dtype) / peak * a.width / filled) * waves
 
 
 def _at(curve: Sequence[float], length: int) -> float:
@@ -317,27 +295,18 @@ class Piece:
 
 
 def pieces(
-    on: Machine, graph: Graph, levels: Callable[[str], tuple[Level, ...]], fused: bool = False
+    on: Machine, launches: Iterable[cost.Launch], levels: Callable[[str], tuple[Level, ...]]
 ) -> tuple[Piece, ...]:
-    """A graph as the streams of its rank see it. What is still in flight at its end has the name of its output, which
-    is that of an input of the graph that waits for it."""
-    nodes = graph.module.graph.nodes
-    names = dict(zip(graph.module.graph.find_nodes(op="placeholder"), graph.inputs, strict=True))
-    names |= {n: o for n, o in zip(passes.results_of(graph.module.graph), graph.outputs, strict=True) if n not in names}
-    launched = {k.node: k for k in cost.kernels(graph.module.graph, fused)}
+    """What a graph launches as the streams of its rank see it."""
     out: list[Piece] = []
-    for node in nodes:
-        name = passes.op_name(node) if node.op == "call_function" else ""
-        if passes.is_collective(node):
-            whole = node.all_input_nodes[0] if name == "reduce_scatter_tensor" else node
-            group = passes.group_of(node)
-            took = collective(on, name, cost.size(whole), levels(group))
-            out.append(Piece("start", took, stream=group, name=names.get(node, node.name)))
-        elif name == "wait_tensor":
-            source = node.all_input_nodes[0]
-            out.append(Piece("wait", name=names.get(source, source.name)))
-        elif node in launched:
-            run = kernel(on, launched[node])
+    for one in launches:
+        if isinstance(one, cost.Collective):
+            took = collective(on, one.op, one.bytes, levels(one.group))
+            out.append(Piece("start", took, stream=one.group, name=one.name))
+        elif isinstance(one, cost.Wait):
+            out.append(Piece("wait", name=one.name))
+        else:
+            run = kernel(on, one)
             if out and out[-1].kind == "run":
                 run += out.pop().seconds
             out.append(Piece("run", run))

@@ -19,6 +19,7 @@ from dtrain.mesh import base
 from dtrain.plan import Plan
 from dtrain.plan import seconds as sec
 from dtrain.plan.ledger import Level, levels
+from dtrain.plan.loads import Loads, loads_of
 from dtrain.plan.seconds import Constants, Machine, Piece
 from dtrain.program.compile import GRAPH_OF
 from dtrain.program.interpret import unit_segment
@@ -62,22 +63,26 @@ Work = Callable[[int, Action], Sequence[Piece]]  # what an action of a coordinat
 
 def timeline(plan: Plan, program: Program, constants: Constants | None = None) -> Timeline:
     """A training step of a plan on its layout's machine."""
+    return timed(plan, loads_of(program, plan.layout.run.compile != "off"), constants)
+
+
+def timed(plan: Plan, of: Loads, constants: Constants | None = None) -> Timeline:
+    """The same of a program's loads."""
     on = sec.machine(plan.layout, constants)
     members = {"world": tuple(range(len(plan.train)))}
     if plan.job.tied_across:
         members["pp@" + "+".join(map(str, plan.job.tied_across))] = plan.job.tied_across
-    return simulate(plan.train, work(plan, program, on), transfers(plan, program, on), members, on.constants.overlap)
+    return simulate(plan.train, work(plan, of, on), transfers(plan, of, on), members, on.constants.overlap)
 
 
 # ------------------------------------------------------------------------------------------- what actions take
 
 
-def work(plan: Plan, program: Program, on: Machine) -> Work:
+def work(plan: Plan, loads: Loads, on: Machine) -> Work:
     """Seconds of the graphs that each action runs, and of what the interpreter does around them. To be asked in the
     order of the lists: the first gradients of a unit become its sums, later ones are added to them."""
-    layers = program.job.layers
+    layers = plan.job.layers
     summed: set[tuple[int, int]] = set()
-    early = {name: any(x.grads for x in s.stored.values()) for name, s in program.segments.items()}
 
     @cache
     def group(name: str) -> tuple[Level, ...]:
@@ -85,45 +90,40 @@ def work(plan: Plan, program: Program, on: Machine) -> Work:
 
     @cache
     def graph(segment: str, name: str) -> tuple[Piece, ...]:
-        g = program.segments[segment].graphs.get(name)
-        return () if g is None else sec.pieces(on, g, group)
+        return sec.pieces(on, loads.segments[segment].graphs.get(name, ()), group)
 
     @cache
     def computes(segment: str, name: str, first: bool) -> tuple[Piece, ...]:
-        g = program.segments[segment].graphs[name]
-        busy, wire = sec.at_once(sec.pieces(on, g, group, on.compiled))
-        stored = program.segments[segment].stored
-        sums = [stored[o[12:]] for o in g.outputs if o.startswith("grad:params:")]
-        adding = _accumulating(on, program, sum(math.prod(s.local) for s in sums), first) if sums else 0.0
-        return (Piece("run", busy + adding, wire),)
+        busy, wire = sec.at_once(graph(segment, name))
+        elements = loads.segments[segment].sums[name]
+        return (Piece("run", busy + (_accumulating(on, loads, elements, first) if elements else 0.0), wire),)
 
     @cache
     def added(segment: str, first: bool) -> tuple[Piece, ...]:
-        s = program.segments[segment]
-        sizes = sum(math.prod(x.shape(x.grads)) for x in s.stored.values())
-        bytes = program.job.master.itemsize * sizes * 3
+        bytes = 3 * loads.whole * (loads.segments[segment].early or 0)
         return graph(segment, "reduce_early_wait") + (() if first else (_run(on, bytes),))
 
     @cache
     def update(pp: int) -> tuple[Piece, ...]:
         agreed = sec.collective(on, "all_reduce", 24, group("world")) if plan.job.mesh.world > 1 else 0.0
-        norms, adamw = _updating(on, program, plan.units[pp])
-        published = [p for u in plan.units[pp] for p in graph(unit_segment(u, layers)[0], "publish")]
+        names = [unit_segment(u, layers)[0] for u in plan.units[pp]]
+        norms, adamw = _updating(on, loads.whole * sum(loads.segments[name].owned for name in names))
         return (
             norms,
             Piece("start", agreed, stream="world", name="agree"),
             Piece("wait", name="agree"),
             adamw,
-            *published,
+            *(p for name in names for p in graph(name, "publish")),
         )
 
     def of(pp: int, a: Action) -> Sequence[Piece]:
         segment = unit_segment(a.unit, layers)[0] if a.unit >= 0 else ""
         first = (pp, a.unit) not in summed
         if a.kind in GRAPH_OF:
-            if a.kind in ("B", "W") and not early[segment]:
+            early = loads.segments[segment].early is not None
+            if a.kind in ("B", "W") and not early:
                 summed.add((pp, a.unit))
-            return computes(segment, GRAPH_OF[a.kind], first or early[segment])
+            return computes(segment, GRAPH_OF[a.kind], first or early)
         if a.kind == "UNSHARD" or (a.kind == "WAIT" and a.what == "params"):
             return graph(segment, "unshard" if a.kind == "UNSHARD" else "unshard_wait")
         if a.kind == "REDUCE":
@@ -142,35 +142,26 @@ def _run(on: Machine, bytes: float) -> Piece:
     return Piece("run", sec.moved(on, bytes) + on.constants.gap)
 
 
-def _accumulating(on: Machine, program: Program, elements: int, first: bool) -> float:
+def _accumulating(on: Machine, loads: Loads, elements: int, first: bool) -> float:
     """Seconds of taking up a microbatch's gradients: the first become the sums, converted, later ones are added."""
-    part, whole = program.job.dtype.itemsize, program.job.master.itemsize
-    if first and part == whole:
+    if first and loads.part == loads.whole:
         return 0.0
-    return _run(on, elements * (part + whole * (1 if first else 2))).seconds
+    return _run(on, elements * (loads.part + loads.whole * (1 if first else 2))).seconds
 
 
-def _updating(on: Machine, program: Program, units: Sequence[int]) -> tuple[Piece, Piece]:
-    """The kernels of the end of a step: norms read the gradients; AdamW reads and writes masters, gradients (which it
-    divides by the norm) and two moments."""
-    layers, elements = program.job.layers, 0
-    for unit in units:
-        s = program.segments[unit_segment(unit, layers)[0]]
-        elements += sum(math.prod(s.stored[n].shape(len(s.stored[n].steps))) for n in s.owned)
-    bytes = elements * program.job.master.itemsize
+def _updating(on: Machine, bytes: int) -> tuple[Piece, Piece]:
+    """The kernels of the end of a step, for masters of so many bytes: norms read the gradients; AdamW reads and writes
+    masters, gradients (which it divides by the norm) and two moments."""
     return _run(on, bytes), _run(on, 8 * bytes)
 
 
-def transfers(plan: Plan, program: Program, on: Machine) -> Callable[[int, Action], float]:
+def transfers(plan: Plan, loads: Loads, on: Machine) -> Callable[[int, Action], float]:
     """Seconds of a SEND of a coordinate."""
-    act = program.segments["embed"].act
-    assert act is not None
-    size = math.prod(act[0]) * act[1].itemsize
 
     @cache
     def between(one: int, other: int) -> float:
         link = layouts.link_between(plan.layout, "pp", (one, other))
-        return sec.collective(on, "send", size, (Level("pp", link, 2),))
+        return sec.collective(on, "send", loads.act, (Level("pp", link, 2),))
 
     return lambda pp, a: between(pp, a.peer)
 

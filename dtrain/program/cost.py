@@ -90,21 +90,88 @@ _SCATTERS = ("embedding_dense_backward", "index_put", "scatter", "scatter_add", 
 _READS = 4
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """A launch on a GPU. `node` is its product, attention or collective, or else the last node of a fused chain; `read`
-    and `written` bytes of memory; `steps` how many 32-bit instructions its pointwise work takes, over all elements, and
-    `wide` how many in float64."""
+@dataclass(frozen=True, slots=True)
+class Product:
+    """`batch` products (m, k) x (k, n), and the dtype of what is multiplied."""
 
-    node: fx.Node
+    m: int
+    n: int
+    k: int
+    batch: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Attention, forward or backward: the kernel that is asked for, the shape of the queries, whether a mask comes
+    with them, and the FLOPs."""
+
+    kernel: str
+    batch: int
+    length: int
+    heads: int
+    width: int
+    dtype: torch.dtype
+    masked: bool
+    flops: float
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A launch on a GPU. `op` is its product or attention (then `does` says of what shape), or else the last operation
+    of a fused chain; `read` and `written` bytes of memory; `steps` how many 32-bit instructions its pointwise work
+    takes, over all elements, and `wide` how many in float64."""
+
+    op: str
     read: int
     written: int
     steps: float = 0.0
     wide: float = 0.0
+    does: Product | Attention | None = None
 
 
-def kernels(graph: fx.Graph, fused: bool = True) -> list[Kernel]:
-    """The kernels of a graph in order, collectives among them (waits are none).
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective on a tensor of `bytes` (the whole: what a gather makes, what a reduce-scatter takes)."""
+
+    op: str
+    group: str
+    bytes: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Kernels launched from here on wait for the collective of this name."""
+
+    name: str
+
+
+Launch = Kernel | Collective | Wait
+
+
+def launches(graph: fx.Graph, inputs: Sequence[str], outputs: Sequence[str], fused: bool = False) -> list[Launch]:
+    """What a graph launches, in order. A collective is called after the graph's output that it is, where it is one: an
+    input of that name is what a later graph waits for."""
+    names = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+    names |= {n: o for n, o in zip(passes.results_of(graph), outputs, strict=True) if n not in names}
+    kernel_of = kernels(graph, fused)
+    out: list[Launch] = []
+    for node in graph.nodes:
+        if passes.is_collective(node):
+            op = passes.op_name(node)
+            whole = node.all_input_nodes[0] if op == "reduce_scatter_tensor" else node
+            out.append(Collective(op, passes.group_of(node), size(whole), names.get(node, node.name)))
+        elif node.op == "call_function" and passes.op_name(node) == "wait_tensor":
+            source = node.all_input_nodes[0]
+            out.append(Wait(names.get(source, source.name)))
+        elif node in kernel_of:
+            out.append(kernel_of[node])
+    return out
+
+
+def kernels(graph: fx.Graph, fused: bool = True) -> dict[fx.Node, Kernel]:
+    """The kernels of a graph in order, each by its last node, collectives among them (waits are none).
 
     Fused, as Inductor does it: pointwise work is computed where it is read. Values are written for an operation that is
     not fused, for the graph's caller, for a reduction's readers, and where computing them again would read more than
@@ -117,12 +184,36 @@ def kernels(graph: fx.Graph, fused: bool = True) -> list[Kernel]:
     return _fused(graph) if fused else _apart(graph)
 
 
-def _apart(graph: fx.Graph) -> list[Kernel]:
-    out = []
+def _kernel(node: fx.Node, read: int, written: int, body: Iterable[fx.Node]) -> Kernel:
+    return Kernel(passes.op_name(node), read, written, *_work(body), _does(node))
+
+
+def _does(node: fx.Node) -> Product | Attention | None:
+    name = passes.op_name(node)
+    tensors = [a.meta["val"] if isinstance(a, fx.Node) else None for a in node.args]
+    if name in PRODUCTS:
+        *batch, m, n = node.meta["val"].shape
+        left = tensors[-2]
+        assert left is not None
+        return Product(m, n, left.shape[-1], math.prod(batch), left.dtype)
+    if name in ("attention", "attention_backward"):
+        forward = name == "attention"
+        q = tensors[0 if forward else 1]
+        assert q is not None
+        masks = (tensors[3 if forward else 6], *tensors[6 if forward else 9 :])
+        kernel, masked = str(node.args[5 if forward else 8]), any(m is not None for m in masks)
+        batch, length, heads, width = q.shape
+        return Attention(kernel, batch, length, heads, width, q.dtype, masked, flops(node))
+    return None
+
+
+def _apart(graph: fx.Graph) -> dict[fx.Node, Kernel]:
+    out = {}
     for node in graph.nodes:
         name = passes.op_name(node) if node.op == "call_function" else ""
         if name and name not in (*VIEWS, "getitem", "wait_tensor"):
-            out.append(Kernel(node, sum(_seen(node, a) for a in node.all_input_nodes), _result(node), *_work([node])))
+            read = sum(_seen(node, a) for a in node.all_input_nodes)
+            out[node] = _kernel(node, read, _result(node), [node])
     return out
 
 
@@ -164,7 +255,7 @@ class _Value:
     depth: int
 
 
-def _fused(graph: fx.Graph) -> list[Kernel]:
+def _fused(graph: fx.Graph) -> dict[fx.Node, Kernel]:
     values: dict[fx.Node, _Value] = {}
     stored: dict[fx.Node, None] = {}  # values that are written, each by a kernel
     constant: set[fx.Node] = set()
@@ -223,7 +314,7 @@ def _columns(node: fx.Node) -> bool:
 
 def _grouped(
     order: Sequence[fx.Node], values: Mapping[fx.Node, _Value], base: Mapping[fx.Node, fx.Node]
-) -> list[Kernel]:
+) -> dict[fx.Node, Kernel]:
     """Stored values that one kernel computes, as kernels."""
     group = {node: node for node in order}
 
@@ -255,5 +346,5 @@ def _grouped(
         read = sum(min(_result(leaf), sum(seen.values())) for leaf, seen in views.items())
         written = sum(_result(node) for node in nodes if solid(node) or node in outside or _needed(node))
         body = dict.fromkeys(n for node in nodes for n in values[node].body)
-        out[nodes[-1]] = Kernel(nodes[-1], read, written, *_work(body))
-    return [out[node] for node in order if node in out]
+        out[nodes[-1]] = _kernel(nodes[-1], read, written, body)
+    return {node: out[node] for node in order if node in out}
