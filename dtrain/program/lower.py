@@ -26,7 +26,7 @@ import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -220,6 +220,13 @@ def lower(job: Job, rank: int = 0) -> Program:
     AxesError for parameters that cannot be placed.
     """
     started = time.perf_counter()
+    program = cut(job, trace(job, rank))
+    return replace(program, seconds=time.perf_counter() - started)
+
+
+def trace(job: Job, rank: int = 0) -> Mapping[str, Traced]:
+    """Trace every segment, forward and backward together: the dear part of lowering.
+    `dtrain.program.shared` says which jobs can be cut of the same traces."""
     stored = store_tree(job)
     coordinates = job.mesh.coordinates(rank)
     inner = job.trace_mesh
@@ -228,7 +235,13 @@ def lower(job: Job, rank: int = 0) -> Program:
         forgetting_meshes() if rank else nullcontext(),
         fake_mesh(inner, job.trace_dims, inner.rank(place_inside)) as mesh,
     ):
-        traced = {name: _trace_segment(job, name, stored[name], mesh) for name in SEGMENTS}
+        return {name: _trace_segment(job, name, stored[name], mesh) for name in SEGMENTS}
+
+
+def cut(job: Job, traced: Mapping[str, Traced]) -> Program:
+    """A program of traced segments, with the graphs that store parameters, which need no trace. Raises as `lower`."""
+    started = time.perf_counter()
+    stored = store_tree(job)
     saves = _saves(job, {name: t.joint for name, t in traced.items() if name != "head"})
     segments = {name: _cut_segment(job, name, stored[name], traced[name], saves.get(name)) for name in SEGMENTS}
     if "start" in job.fields and "batch:start" not in segments["block"].graphs["forward"].inputs:
@@ -279,9 +292,9 @@ def _count_names(job: Job, fake: FakeTensorMode) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class _Traced:
+class Traced:
     """A traced segment: its joint graph, on which dims each gradient arrives as partial sums, what was placed
-    where."""
+    where. Cutting does not change it."""
 
     joint: Joint
     partial: Mapping[str, tuple[str, ...]]
@@ -299,7 +312,7 @@ def _saves(job: Job, joints: Mapping[str, Joint]) -> Mapping[str, Save]:
     return dict.fromkeys(joints, remat.by_kind(kinds))
 
 
-def _trace_segment(job: Job, name: str, stored: Mapping[str, Stored], mesh: DeviceMesh | None) -> _Traced:
+def _trace_segment(job: Job, name: str, stored: Mapping[str, Stored], mesh: DeviceMesh | None) -> Traced:
     module, fake = job.module, FakeTensorMode(allow_non_fake_inputs=True)
     names = tuple(stored)
     act, sizes = act_shape(job), _sizes(job)
@@ -351,10 +364,10 @@ def _trace_segment(job: Job, name: str, stored: Mapping[str, Stored], mesh: Devi
 
     keys = tuple(inputs)
     wrt = (() if name == "embed" else ("x",)) + tuple(f"params:{n}" for n in names)
-    return _Traced(passes.joint(traced.graph, keys, wrt), found["partial"], found["asked"])
+    return Traced(passes.joint(traced.graph, keys, wrt), found["partial"], found["asked"])
 
 
-def _cut_segment(job: Job, name: str, stored: Mapping[str, Stored], traced: _Traced, save: Save | None) -> Segment:
+def _cut_segment(job: Job, name: str, stored: Mapping[str, Stored], traced: Traced, save: Save | None) -> Segment:
     names = tuple(stored)
     # The head's loss and gradient are one graph: its scores of the whole vocabulary wait nowhere.
     graphs = passes.split_joint(traced.joint, save) if save else passes.join(traced.joint)
