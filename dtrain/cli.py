@@ -207,6 +207,44 @@ def export(
             typer.echo(line)
 
 
+@app.command(
+    epilog="Exit codes: 0 done; 1 a process failed (the first cause is the last line); 2 a mistake in the command, the "
+    "model or the machine, nothing was started."
+)
+def sample(
+    source: Annotated[
+        str, typer.Argument(metavar="MODEL", help="step-N, a run's folder (its latest), or a Hugging Face folder.")
+    ],
+    prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="What the text begins with; may be repeated.")],
+    max_tokens: Annotated[int, typer.Option(help="Tokens that follow a prompt, at most.", min=1)] = 100,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; 1 draws as learned.", min=0)] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the K likeliest tokens only.", min=1)] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest that have this probability.")] = None,
+    seed: Annotated[int, typer.Option(help="Another seed draws another text.")] = 0,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel processes; by default the launcher's, or 1.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16 or fp64; by default the model's.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer's file or folder; by default the model's.")] = None,
+    model_file: Annotated[str | None, typer.Option(help="Where a model of your own is written.")] = None,
+) -> None:
+    """Generate text with a trained model."""
+    if temperature == 0:
+        for value, option in ((top_k, "--top-k"), (top_p, "--top-p")):
+            if value is not None:
+                raise typer.BadParameter(f"{value} needs a --temperature above 0, to draw at all", param_hint=option)
+    if top_p is not None and not 0 < top_p <= 1:
+        raise typer.BadParameter(f"{top_p}; give a probability above 0 and up to 1", param_hint="--top-p")
+    if precision not in (None, "fp32", "bf16", "fp16", "fp64"):
+        raise typer.BadParameter(f"{precision!r}; allowed: fp32, bf16, fp16, fp64", param_hint="--precision")
+    if tp is not None and tp < 1:
+        raise typer.BadParameter(f"{tp}; give a number of processes from 1", param_hint="--tp")
+    from dtrain import launch
+    from dtrain.generate import Choice
+
+    how = Choice(temperature, top_k, top_p, seed)
+    options = {"tokenizer": tokenizer, "file": model_file, "precision": precision}
+    raise typer.Exit(launch.sample(source, prompt, max_tokens, how, tp, options))
+
+
 # ------------------------------------------------------------------------------------------------ dtrain data ...
 
 data_app = typer.Typer(no_args_is_help=True, help="Pack texts into token files, and look at what a model will see.")

@@ -76,7 +76,7 @@ def export(
     bad = next((n for n, shape in wanted.items() if shapes.get(n) != shape), None)
     if bad is not None:
         raise CheckpointError(f"{source}: {bad} has shape {shapes.get(bad)}, not {wanted[bad]}")
-    tokenizer = tokenizer or _tokenizer(record, beside)
+    tokenizer = tokenizer or tokenizer_of(record, beside)
     if like is None and tokenizer is not None:
         found = data.load_tokenizer(str(tokenizer))
         config |= {"bos_token_id": found.bos, "eos_token_id": found.eos}
@@ -126,11 +126,14 @@ def _fields(cfg: Any) -> dict[str, Any]:
     return out
 
 
-def _tokenizer(record: Record, beside: Path) -> Path | None:
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / n).is_file() for n in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"))
+
+
+def tokenizer_of(record: Record, beside: Path) -> Path | None:
     """What a run's data is read with, where the model came without a tokenizer; None if that is lost."""
-    own = any((beside / n).is_file() for n in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"))
     name = record.layout.get("data", {}).get("tokenizer")
-    return Path(name) if name and not own and (name == "bytes" or Path(name).exists()) else None
+    return Path(name) if name and not has_tokenizer(beside) and (name == "bytes" or Path(name).exists()) else None
 
 
 def _write_tokenizer(path: Path, out: Path) -> None:

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +217,38 @@ def start(path: str, overrides: list[str], quiet: bool, work: Work | None = None
             if seat is None or seat.rank == 0:
                 print(line, flush=True)
             return 0
-    work = work or _train
+    return _perform_all(layout, seat, quiet, work or _train)
+
+
+def sample(source: str, prompts: list[str], most: int, how: Any, tp: int | None, options: Mapping[str, Any]) -> int:
+    """Generate text, over `tp` processes of this machine or those of a launcher; returns the exit code. `options` are
+    the others of `sample.open_source` and `sample.prepare`."""
+    seat = None
+    try:
+        seat = seat_of(os.environ)
+        import torch
+
+        from dtrain import sample
+
+        found = sample.open_source(Path(source), options.get("tokenizer"), options.get("file"))
+        ranks = tp or (seat.world if seat else 1)
+        visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        # Which GPU it is matters to predictions only.
+        gpu = "cpu" if visible == 0 or (seat is None and visible < ranks) else "h100-sxm"
+        layout, ask = sample.prepare(found, prompts, most, how, ranks, gpu, options.get("precision") or "")
+        if seat is not None:
+            check_seat(layout, seat)
+    except Exception as error:
+        if not watch.is_ours(error):
+            raise
+        if seat is None or seat.rank == 0:
+            _say(str(error))
+        return MISTAKE
+    return _perform_all(layout, seat, True, partial(sample.work, ask))
+
+
+def _perform_all(layout: Layout, seat: Seat | None, quiet: bool, work: Work) -> int:
+    """Do the work on every rank, in processes started here unless this is one of a launcher's."""
     if seat is not None:
         return _one_of_many(layout, seat, quiet, work)
     return _alone(layout, quiet, work) if layout.world == 1 else _many(layout, quiet, work)

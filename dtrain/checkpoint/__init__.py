@@ -6,7 +6,7 @@ tensors    a rank's shards as pieces of global, unpadded tensors, through torch.
 """
 
 from dtrain.checkpoint.folder import Record, compare, find, latest, read, save, steps
-from dtrain.checkpoint.start import starting_weights
+from dtrain.checkpoint.start import read_weights, starting_weights
 from dtrain.checkpoint.tensors import CheckpointError, Piece, open_tensors, pieces, restore
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "open_tensors",
     "pieces",
     "read",
+    "read_weights",
     "restore",
     "save",
     "starting_weights",

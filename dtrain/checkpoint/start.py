@@ -10,17 +10,27 @@ from torch import Tensor
 
 from dtrain import hf, storage
 from dtrain.checkpoint.tensors import CheckpointError, Piece, open_tensors, read_pieces
+from dtrain.mesh import Mesh
 from dtrain.program.interpret import Place, owned
 from dtrain.program.lower import Program
+from dtrain.storage import Stored
 
 
 def starting_weights(path: Path, program: Program, place: Place) -> dict[str, Tensor]:
-    """A rank's masters as `path` has them, a Hugging Face folder or a checkpoint. A rank holds no more than its shards
-    and the part of a tensor that it reads. Raises HFError or CheckpointError."""
+    """A rank's masters as `path` has them, see `read_weights`."""
+    stored = {name: s for name, (s, _, _) in owned(program, place.units).items()}
+    return read_weights(path, stored, place.mesh, place.rank, program.job.master, place.device)
+
+
+def read_weights(
+    path: Path, stored: Mapping[str, Stored], mesh: Mesh, rank: int, dtype: torch.dtype, device: str
+) -> dict[str, Tensor]:
+    """A rank's shards of parameters as `path` has them, a Hugging Face folder or a checkpoint. The rank holds no more
+    than its shards and the part of a tensor that it reads. Raises HFError or CheckpointError."""
     out, pieces = {}, {}
-    for name, (s, _, _) in owned(program, place.units).items():
-        spans = storage.spans(s, place.mesh, place.at, len(s.steps))
-        out[name] = torch.zeros([p.length for p in spans], dtype=program.job.master, device=place.device)
+    for name, s in stored.items():
+        spans = storage.spans(s, mesh, mesh.coordinates(rank), len(s.steps))
+        out[name] = torch.zeros([p.length for p in spans], dtype=dtype, device=device)
         real = out[name][tuple(slice(0, p.stop - p.start) for p in spans)]
         pieces[s.param.tied_to or name] = Piece(real, tuple(p.start for p in spans), s.real)
     read = _of_checkpoint if (path / "run.json").is_file() else _of_folder

@@ -16,7 +16,7 @@ from .masking import Masking
 from .order import passes, permute
 from .perplexity import report
 from .sources import open_source
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, token
 from .tokenizer import load as load_tokenizer
 
 __all__ = [
@@ -33,5 +33,6 @@ __all__ = [
     "passes",
     "permute",
     "report",
+    "token",
     "validation_batches",
 ]

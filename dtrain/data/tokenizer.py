@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -40,7 +41,8 @@ class Tokenizer:
     """`encode` takes documents, in which nothing is special; `encode_special` a text in which the names of special
     tokens are these tokens, as chat templates write them. Ids are below `size`, added tokens counted. `special` are
     the special tokens by name. `continues()` says of every id whether it goes on with the word before it. `hash`
-    names the content of its file; `template` is a chat template (Jinja), where the tokenizer brings one."""
+    names the content of its file; `template` is a chat template (Jinja), where the tokenizer brings one; `lead` is what
+    its makers put before every text, which `encode` does not."""
 
     name: str
     size: int
@@ -53,6 +55,7 @@ class Tokenizer:
     hash: str
     special: Mapping[str, int] = field(default_factory=dict)
     template: str | None = None
+    lead: tuple[int, ...] = ()
 
 
 def load(name: str) -> Tokenizer:
@@ -175,6 +178,8 @@ def _hugging_face(path: Path, content: bytes) -> Tokenizer:
     special = {t.content: i for i, t in marked.get_added_tokens_decoder().items() if t.special}
     settings = _settings(path)
     size = max(vocab.values()) + 1
+    usual = marked.encode("a")
+    begins = len(list(itertools.takewhile(bool, usual.special_tokens_mask)))
 
     def continues() -> Flags:
         names = [""] * size
@@ -194,6 +199,7 @@ def _hugging_face(path: Path, content: bytes) -> Tokenizer:
         _hash(content),
         special,
         _template(settings),
+        tuple(usual.ids[:begins]),
     )
 
 
@@ -226,6 +232,7 @@ def _sentencepiece(path: Path, content: bytes) -> Tokenizer:
         _hash(content),
         special,
         _template(settings),
+        (model.bos_id(),) if settings.get("add_bos_token", True) and model.bos_id() >= 0 else (),
     )
 
 
@@ -269,6 +276,7 @@ def _tiktoken(path: Path, content: bytes) -> Tokenizer:
         _hash(content),
         special,
         _template(settings),
+        (n,) if n == _LLAMA3 else (),
     )
 
 
