@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import test_gloo
 import tiny
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtrain import launch, layout, plan, train
-from dtrain.layout import Layout
+from dtrain import layout, plan
 from dtrain.plan.ledger import Entry, by_dim, by_dim_and_phase, by_link, by_phase, graphs_run, ledger, levels, sent
 from dtrain.program.lower import lower
 from dtrain.program.schedule import Action
-from dtrain.rank import Rank
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -38,60 +37,45 @@ def row(e: Entry) -> tuple[Any, ...]:
 # ------------------------------------------------------------------------------- against what processes really do
 
 
-class Recorder(TorchDispatchMode):
-    """Notes every collective and transfer that torch is asked for: its name, its group's and the whole tensor's
-    bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, str, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name().split("::")[1].partition(".")[0]
-        if func.namespace == "_c10d_functional" and name != "wait_tensor":
-            whole = args[0].numel() * args[0].element_size() * (args[1] if name.startswith("all_gather") else 1)
-            self.seen.append((name, str(args[-1]), whole))
-        elif func.namespace == "c10d":
-            whole = sum(x.numel() * x.element_size() for x in args[0])
-            self.seen.append((name.rstrip("_"), "pp", whole))
-        return func(*args, **(kwargs or {}))
+FEW = ("fsdp, keep use", "gpipe, ZeRO-2", "1f1b, tp")
 
 
-def recorded(layout: Layout, rank: Rank, *, quiet: bool) -> None:
-    """Train three steps, and write down what the second one issued."""
-    recorder, begin = Recorder(), train.training_step
-
-    def step(r: Any, number: int, state: Any) -> Any:
-        if number == 2:
-            recorder.__enter__()
-        if number == 3:
-            recorder.__exit__(None, None, None)
-        return begin(r, number, state)
-
-    train.training_step = step
-    train.train(layout, rank, quiet=quiet)
-    path = Path(layout.run.folder or "") / f"rank-{rank.rank}.json"
-    path.write_text(json.dumps(recorder.seen))
-
-
-FEW = ("1f1b x tp",)
+@pytest.mark.parametrize("names", [pytest.param(FEW, id="few"), pytest.param((), id="all", marks=pytest.mark.long)])
+def test_processes_issue_and_hold_what_plan_says(names: tuple[str, ...]) -> None:
+    """Gloo processes, op for op and byte for byte; and what they hold after every action of a step."""
+    bench = tiny.bench("trust")
+    only = ["--only", *names] if names else []
+    command = [sys.executable, str(tiny.LAYOUTS.parent / "bench" / "trust.py"), "--json", *only]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["layout"] for row in rows] == list(names or bench.LAYOUTS)
+    for row in rows:
+        assert row["issued"] == row["said"] > 0 and row["issued_bytes"] == row["said_bytes"] and not row["differing"]
+        assert all(a == b and not c for a, b, c in row["memory"].values()), row
+        assert row["memory"]["saved"][0] > 0 and row["memory"]["gradients, buffers"][0] > 0
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in FEW else pytest.mark.long) for n in test_gloo.LAYOUTS]
-)
-def test_processes_issue_what_the_ledger_says(name: str, tmp_path: Path) -> None:
-    path = test_gloo.write(name, tmp_path)
-    more = ["run.compile=off", "run.steps=3"]
-    assert launch.start(str(path), more, quiet=True, work=recorded) == 0
-    made = plan.plan(layout.load(path, more))
-    program = lower(made.job)
-    for rank in range(made.job.mesh.world):
-        issued = Counter(map(tuple, json.loads((tmp_path / "run" / f"rank-{rank}.json").read_text())))
-        said: Counter[tuple[str, str, int]] = Counter()
-        for e in ledger(made, program, made.job.mesh.coordinates(rank).get("pp", 0)):
-            said[e.op, e.group, e.bytes] += e.count
-        assert issued and said == issued
+def test_every_dim_family_schedule_and_policy_is_among_them() -> None:
+    layouts = tiny.bench("trust").LAYOUTS
+    assert len(layouts) >= 10
+    assert {word[:-1] for _, mesh, _ in layouts.values() for word in mesh.split()} == {"pp", "dp", "fsdp", "tp"}
+    assert {family for family, _, _ in layouts.values()} == {"llama", "gpt2", "bert", "my_model"}
+    text = " ".join(word for _, _, more in layouts.values() for word in more) + " schedule: 1f1b"
+    for schedule in ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"):
+        assert re.search(f"schedule(=|: ){schedule}", text)
+    for said in ("remat=none", "remat=full", "remat=[", "remat={budget", "keep=use", "keep=forward", "keep=step"):
+        assert said in text
+    assert all(d in text for d in ("optimizer={embed: dp}", "grads={embed: dp}", "grads={embed: fsdp}", "res_seq=[]"))
+
+
+def test_a_call_too_many_or_of_another_size_is_seen() -> None:
+    made, program, bench = tiny.make("llama", "pp2 dp2"), tiny.program("llama", "pp2 dp2"), tiny.bench("trust")
+    said = bench.said_calls(made, program, 0)
+    op, group, size = next(iter(said))
+    assert bench.differing(said, said) == 0
+    assert bench.differing(said, said + Counter({(op, group, size): 1})) == 1
+    assert bench.differing(said, said - Counter({(op, group, size): 1}) + Counter({(op, group, size + 4): 1})) == 2
 
 
 # ---------------------------------------------------------------------------------------------- a whole small ledger

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,7 +30,7 @@ from dtrain.program.interpret import Place, Step, bind, initial_weights, publish
 from dtrain.program.lower import Graph, Program, lower
 from dtrain.program.schedule import Action
 from dtrain.program.update import State, UpdateConfig, make_update
-from dtrain.torch_private import register_group, storage_key, unregister_group
+from dtrain.torch_private import register_group, unregister_group
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -115,38 +115,10 @@ def step_of(
         around(state, lambda: run(bound, state.weights, step) and None)
 
 
-def storages(*tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of each piece of memory that the tensors lie in; 0-dim tensors left out."""
-    return {storage_key(x): x.untyped_storage().nbytes() for group in tensors for x in group if x.ndim}
-
-
 def seen(slots: Any, state: State) -> dict[str, int]:
-    """What a rank holds, by kind: each piece of memory once."""
-    rest = storages(state.weights.rest.values())
-    masters = storages(state.weights.masters.values())
-    moments = storages(state.moments.exp_avg, state.moments.exp_avg_sq)
-    saved = storages(*slots.saved.values())
-    batch = storages(*slots.batches.values())
-    gathered = storages(*slots.params.values())
-    flights = [flight for (what, _, _), flight in slots.flying.items() if what in ("params", "grads")]
-    border = storages(
-        slots.act.values(),
-        slots.grad.values(),
-        [x[1] for k, x in slots.flying.items() if len(x) == 2 and k[0] not in ("params", "grads")],
-    )
-    sums = storages(slots.accumulated.values(), slots.reduced.values(), *flights, *(g.given for g in Going.on))
-
-    def total(x: Mapping[int, int], *but: Mapping[int, int]) -> int:
-        return sum(n for k, n in x.items() if not any(k in b for b in but))
-
-    return {
-        "parameters": total(rest),
-        "optimizer": total(masters, rest) + total(moments),
-        "gradients, buffers": total(sums, rest, border),
-        "saved": total(saved, batch, gathered),
-        "gathered": total(gathered, rest),
-        "carried": total(border, saved),
-    }
+    """What a rank holds, by kind."""
+    found: dict[str, int] = tiny.bench("trust").holds(slots, state, [x for g in Going.on for x in g.given])
+    return found
 
 
 @pytest.fixture
@@ -239,7 +211,7 @@ def measured_peak(
     found: list[int] = []
 
     def around(state: State, go: Callable[[], None]) -> None:
-        at_rest = storages(
+        at_rest = tiny.bench("trust").storages(
             state.weights.rest.values(), state.weights.masters.values(), state.moments.exp_avg, state.moments.exp_avg_sq
         )
         # oneDNN's products in bf16 have scratch memory, which is a CPU's own affair.
