@@ -92,13 +92,14 @@ def export(
 
 
 def at(path: Path) -> Path:
-    """A checkpoint: the folder itself, or the latest of a run's folder. Raises CheckpointError."""
-    if (path / "run.json").is_file():
-        return path
-    step = checkpoint.latest(path)
-    if step is None:
+    """A checkpoint: the folder itself, or the latest of a run's folder; verified. Raises CheckpointError."""
+    if (step := checkpoint.latest(path)) is not None:
+        path = checkpoint.find(path, step)
+    elif not any((path / name).exists() for name in ("run.json", "manifest.json")):
         raise CheckpointError(f"{path} is no checkpoint, nor a run's folder with one")
-    return checkpoint.find(path, step)
+    if found := checkpoint.problems(path):
+        raise CheckpointError(f"{path} is damaged: {found[0]}; name an older one")
+    return path
 
 
 def model_in(record: Record, path: Path) -> tuple[str, Any]:

@@ -204,19 +204,17 @@ def start(path: str, overrides: list[str], quiet: bool, work: Work | None = None
         seat = seat_of(os.environ)
         layout = layouts.load(path, overrides)
         _check(layout, seat, " ".join([path, *overrides]))
+        line = _finished(layout) if work is None else None
     except Exception as error:
         if not watch.is_ours(error):
             raise
         if seat is None or seat.rank == 0:
             _say(str(error))
         return MISTAKE
-    if work is None:
-        from dtrain.train import nothing_left
-
-        if line := nothing_left(layout):
-            if seat is None or seat.rank == 0:
-                print(line, flush=True)
-            return 0
+    if line:
+        if seat is None or seat.rank == 0:
+            print(line, flush=True)
+        return FINISHED
     return _perform_all(layout, seat, quiet, work or _train)
 
 
@@ -258,6 +256,12 @@ def _train(layout: Layout, rank: Rank, *, quiet: bool) -> None:
     from dtrain.train import train  # torch is slow to import, and a mistake should be told at once
 
     train(layout, rank, quiet=quiet)
+
+
+def _finished(layout: Layout) -> str | None:
+    from dtrain.train import nothing_left
+
+    return nothing_left(layout)
 
 
 def _check(layout: Layout, seat: Seat | None, argv: str) -> None:

@@ -168,6 +168,14 @@ def say(log: Log, text: str) -> None:
         log.console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
+def warn(log: Log, text: str) -> None:
+    """A line that a quiet run prints too, on stderr."""
+    if log.console is not None:
+        say(log, text)
+    elif log.cfg.writes:
+        print(text, file=sys.stderr, flush=True)
+
+
 def duration(seconds: float) -> str:
     """`0:07`, `12:34`, `3:04:05`."""
     minutes, s = divmod(round(max(0.0, seconds)), 60)

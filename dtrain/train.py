@@ -78,19 +78,23 @@ def train(layout: Layout, rank: Rank, *, quiet: bool) -> None:
         if rank.rank == 0:
             print(line, flush=True)
         return
-    done = checkpoint.latest(folder) or 0
-    rank.beat(done + 1, "start")
+    rank.beat((checkpoint.latest(folder) or 0) + 1, "start")
     plan = plans.plan(layout)
     source = data.open_source(data_config(plan))
-    record = checkpoint.read(checkpoint.find(folder, done)) if done else None
+    entered = enter(plan, rank)
+    group = entered[2].groups.get("start")
+    record, said = checkpoint.choose(folder, layout.run.resume, rank.rank, rank.world, group)
+    done = record.step if record else 0
     changes = check_same(layout, source, record) if record else {}
     log_config = metrics.LogConfig(folder, layout.run.steps, done + 1, rank.rank == 0, quiet)
     with metrics.open_log(log_config) as log:
+        for line in said:
+            metrics.warn(log, line)
         for key, change in changes.items():
             say(log, f"changed: {key}: {change}")
         for note in source.notes:
             say(log, note)
-        r = prepare(plan, rank, source, log)
+        r = prepare(plan, rank, source, log, entered)
         with torch.no_grad():
             if not done and (path := start_of(layout)):
                 say(log, f"weights of {path}")
@@ -101,9 +105,11 @@ def train(layout: Layout, rank: Rank, *, quiet: bool) -> None:
 
 
 def nothing_left(layout: Layout) -> str | None:
-    """What to say where the folder holds a finished run, else None."""
-    done = checkpoint.latest(Path(layout.run.folder or ".")) or 0
-    if done < layout.run.steps:
+    """What to say where the folder holds a finished run, else None. Where a quick look finds the last checkpoint
+    damaged, its steps are to be done again. Raises CheckpointError where `run.resume` is not there."""
+    folder = Path(layout.run.folder or ".")
+    done = next(iter(checkpoint.candidates(folder, layout.run.resume)), 0)
+    if done < layout.run.steps or checkpoint.problems(folder / f"step-{done}", content=False):
         return None
     return (
         f"this run is finished ({done} of {layout.run.steps} steps, {layout.run.folder}): "
@@ -184,14 +190,21 @@ def as_dict(layout: Layout) -> dict[str, Any]:
     return values | {"model": {k: v for k, v in values["model"].items() if k != "fields"} | values["model"]["fields"]}
 
 
-def prepare(plan: Plan, rank: Rank, source: data.Source, log: Log) -> Run:
-    """Lower, join the world, compile."""
-    lay = plan.layout
-    program = lower(plan.job)
-    judge = program
-    if lay.run.eval_every and (config := without_dropout(plan.job.config)) != plan.job.config:
+Entered = tuple[Program, Program, Place]
+
+
+def enter(plan: Plan, rank: Rank) -> Entered:
+    """Lower the program of training and that for held-out text (without dropout), and join the world."""
+    program = judge = lower(plan.job)
+    if plan.layout.run.eval_every and (config := without_dropout(plan.job.config)) != plan.job.config:
         judge = lower(dataclasses.replace(plan.job, config=config))
-    place = join(plan, rank, program)
+    return program, judge, join(plan, rank, program)
+
+
+def prepare(plan: Plan, rank: Rank, source: data.Source, log: Log, entered: Entered | None = None) -> Run:
+    """Enter, unless that is done, and compile."""
+    lay = plan.layout
+    program, judge, place = entered or enter(plan, rank)
     describe(log, plan, rank, program)
 
     compute = plan.train[place.at.get("pp", 0)]
@@ -232,14 +245,6 @@ def join(plan: Plan, rank: Rank, program: Program) -> Place:
         rank.device,
         Limits(limits.start, limits.step, limits.save),
     )
-    folder = Path(plan.layout.run.folder or ".")
-    seen = everyone(checkpoint.latest(folder), groups.get("start"), rank.world)
-    if len(set(seen)) > 1:
-        raise RunError(
-            f"run.folder {folder}: rank 0 finds step {seen[0]} there, another rank "
-            f"{next(s for s in seen if s != seen[0])}; "
-            "it must be on a disk that all nodes share"
-        )
     return Place(mesh, rank.rank, groups, plan.units[mesh.coordinates(rank.rank).get("pp", 0)], rank.device)
 
 
@@ -286,6 +291,8 @@ def initialise(r: Run) -> State:
         came_with = path if (path / "config.json").is_file() else path.parent / hf.KEPT
         if came_with.is_dir() and came_with != r.folder / hf.KEPT:
             hf.keep(came_with, r.folder)
+    if (path / "run.json").exists():
+        checkpoint.verify(path, r.rank.rank, r.rank.world, r.place.groups.get("start"))
     return _state(r, checkpoint.starting_weights(path, r.program, r.place))
 
 

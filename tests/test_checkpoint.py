@@ -41,7 +41,7 @@ def test_the_latest_is_the_largest_number_and_foreign_names_are_left_alone(tmp_p
     for step in (9, 10, 100):
         checkpoint.save(tmp_path, Record(step, {}, ""), piece([step]))
     for name in ("step-100.backup", "foo-step-500", "step-999.tmp", "step-", "step-200"):
-        (tmp_path / name).mkdir()  # step-200 has no record: not a complete checkpoint
+        (tmp_path / name).mkdir()  # step-200 is empty
     (tmp_path / "step-300").write_text("a file")
     assert checkpoint.steps(tmp_path) == [9, 10, 100]
     assert checkpoint.latest(tmp_path) == 100
@@ -118,13 +118,14 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 
 def test_a_file_that_another_node_kept_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = tensors.write
+    original = tensors.write_part
 
-    def write(path: Path, *rest: Any) -> None:
-        original(path, *rest)
+    def write(path: Path, *rest: Any) -> tensors.Part:
+        part = original(path, *rest)
         next(path.glob("*.distcp")).unlink()
+        return part
 
-    monkeypatch.setattr("dtrain.checkpoint.folder.write", write)
+    monkeypatch.setattr("dtrain.checkpoint.saving.write_part", write)
     with pytest.raises(CheckpointError, match=r"run\.folder must be on a disk that all nodes share"):
         checkpoint.save(tmp_path, Record(2, {}, ""), piece([2]))
     assert list(tmp_path.iterdir()) == []

@@ -7,22 +7,17 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import test_hf
 import test_train
 import torch
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.state_dict_saver import save
 from typer.testing import CliRunner
 
 from dtrain import checkpoint, cli, convert, hf, optim, plan, reference, train
 from dtrain import layout as layouts
-from dtrain.checkpoint import Piece, Record, tensors
+from dtrain.checkpoint import Record, saving, tensors
 from dtrain.layout import Layout, LayoutError
 from dtrain.program.interpret import Place, Weights
 from dtrain.program.lower import lower
@@ -64,25 +59,6 @@ run: {{steps: 2, compile: off, folder: {folder}}}
     )
 
 
-class EveryRank(tensors._Writing):
-    """Writes what all ranks hold, each of them its own pieces, from one process."""
-
-    def __init__(self, held: list[dict[str, Piece]]) -> None:
-        super().__init__()
-        self.pieces = {(name, p.offsets): p for rank in held for name, p in rank.items()}
-
-    def create_local_plan(self) -> SavePlan:
-        items = []
-        for (name, _), piece in self.pieces.items():
-            self.state_dict = {name: piece}
-            items += super().create_local_plan().items
-        self.plan = SavePlan(items)
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        return self.pieces[index.fqn, tuple(index.offset or ())].tensor
-
-
 def started(layout: Layout, out: Path) -> Path:
     """A checkpoint of the ranks of a layout, each of which read its own part of what the layout loads."""
     made = plan.plan(layout)
@@ -93,9 +69,14 @@ def started(layout: Layout, out: Path) -> Path:
         masters = checkpoint.starting_weights(Path(str(layout.model.load)), program, place)
         state = State(Weights(masters, masters), optim.init(list(masters.values())), None)
         held.append(checkpoint.pieces(program, place, state))
-    out.mkdir(parents=True)
-    save({}, storage_writer=FileSystemWriter(out), planner=EveryRank(held), no_dist=True)
-    (out / "run.json").write_text(json.dumps(Record(1, train.as_dict(layout), "").__dict__))
+    temporary = out.with_suffix(".tmp")
+    temporary.mkdir(parents=True)
+    plans, metadata = tensors.global_plan([tensors.local_plan(mine) for mine in held])
+    parts = [
+        tensors.write_part(temporary, plan, lambda name, mine=mine: mine[name].tensor)  # type: ignore[misc]
+        for plan, mine in zip(plans, held, strict=True)
+    ]
+    saving.publish(out, temporary, metadata, parts, Record(1, train.as_dict(layout), ""))
     return out
 
 

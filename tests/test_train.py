@@ -226,6 +226,25 @@ def test_a_finished_run_says_so_and_can_be_extended(tmp_path: Path, capsys: pyte
     assert [lr for step, lr in rows(make(tmp_path), "lr") if step == 3] == [1e-3 * 3 / 4]
 
 
+def test_a_damaged_checkpoint_is_skipped_and_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One flipped bit in the weights of the last checkpoint: the run goes on from the one before, to the same end."""
+    layout = make(tmp_path, "run.steps=4", "run.save_every=2")
+    alone(layout)
+    straight = rows(layout, "loss", "grad_norm")
+    file = tmp_path / "step-4" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(checkpoint.CheckpointError, match=r"^run\.resume 4: .*step-4 is damaged: __0_0\."):
+        alone(make(tmp_path, "run.steps=6", "run.resume=4"))
+    capsys.readouterr()
+    longer = make(tmp_path, "run.steps=6", "run.save_every=2", "optim.length=12")
+    alone(longer)
+    assert f"warning: {tmp_path / 'step-4'} is damaged and skipped: __0_0.distcp is not" in capsys.readouterr().err
+    assert checkpoint.steps(tmp_path) == [2, 4, 6] and (tmp_path / "step-4.aside").is_dir()
+    assert rows(longer, "loss", "grad_norm")[:4] == straight
+
+
 def test_another_layout_or_other_data_is_refused(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be " * 200)

@@ -1,11 +1,15 @@
 """Save a run and go on from it. `checkpoints/README.md` documents what is on disk.
 
-folder     which steps a folder holds, and how one appears only when complete
+folder     which checkpoints a run's folder holds, and which one a run goes on from
+manifest   whether what is on disk is what was written
+saving     how a checkpoint is written, and appears only when it is whole
 start      a run's first weights, of a Hugging Face folder or of a checkpoint
 tensors    a rank's shards as pieces of global, unpadded tensors, through torch.distributed.checkpoint
 """
 
-from dtrain.checkpoint.folder import Record, compare, find, latest, read, save, steps
+from dtrain.checkpoint.folder import Record, candidates, choose, compare, find, latest, read, steps, verify
+from dtrain.checkpoint.manifest import problems
+from dtrain.checkpoint.saving import save
 from dtrain.checkpoint.start import read_weights, starting_weights
 from dtrain.checkpoint.tensors import CheckpointError, Piece, open_tensors, pieces, restore
 
@@ -13,15 +17,19 @@ __all__ = [
     "CheckpointError",
     "Piece",
     "Record",
+    "candidates",
+    "choose",
     "compare",
     "find",
     "latest",
     "open_tensors",
     "pieces",
+    "problems",
     "read",
     "read_weights",
     "restore",
     "save",
     "starting_weights",
     "steps",
+    "verify",
 ]

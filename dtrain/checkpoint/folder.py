@@ -1,19 +1,19 @@
-"""The folder of a run: `step-200/` appears when it is complete, and nothing else in the folder is touched."""
+"""The folder of a run: which checkpoints it holds, and which of them a run goes on from."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dtrain.checkpoint.tensors import CheckpointError, Fetch, Piece, everyone, files, write
+from dtrain.checkpoint.manifest import problems
+from dtrain.checkpoint.tensors import CheckpointError, everyone
 
-FORMAT = 1
+FORMAT = 2  # 1 had no manifest.json
 _STEP = re.compile(r"step-(\d+)")
 
 # What makes a run the one it is. Where and how it is computed (mesh, rules, schedule, kernels, ...) is free, since none
@@ -37,15 +37,23 @@ class Record:
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps with a complete checkpoint, in order. Other names (`step-100.backup`) are somebody else's."""
+    """The steps with a checkpoint, whole or damaged, in order. Other names (`step-100.backup`) are somebody else's, and
+    so is an empty folder: a checkpoint gets its name when it is complete."""
     if not folder.is_dir():
         return []
     found = [(_STEP.fullmatch(p.name), p) for p in folder.iterdir()]
-    return sorted(int(m[1]) for m, p in found if m and (p / "run.json").is_file())
+    return sorted(int(m[1]) for m, p in found if m and p.is_dir() and not _empty(p))
+
+
+def _empty(path: Path) -> bool:
+    try:
+        return not any(path.iterdir())
+    except OSError:  # something, which may not be read
+        return False
 
 
 def latest(folder: Path) -> int | None:
-    """The last step with a complete checkpoint, None without one."""
+    """The last step with a checkpoint, None without one."""
     return max(steps(folder), default=None)
 
 
@@ -67,6 +75,99 @@ def read(path: Path) -> Record:
         return Record(**values)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path / 'run.json'} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def candidates(folder: Path, asked: int | None = None) -> list[int]:
+    """The steps that a run may go on from, the best first: all there are, the newest first; or, where `run.resume` asks
+    for one, that one, after those that a run with the same `run.resume` has made since (so that the same command goes
+    on where it was stopped)."""
+    every = [step for step in reversed(steps(folder)) if step > 0]
+    if asked is None:
+        return every
+    find(folder, asked)
+    return [step for step in every if step > asked and _asked(folder / f"step-{step}") in (asked, None)] + [asked]
+
+
+def _asked(path: Path) -> int | None:
+    """The `run.resume` of the run that made a checkpoint: 0 where it had none, None where that cannot be read."""
+    try:
+        return int(json.loads((path / "run.json").read_text(encoding="utf-8"))["layout"]["run"].get("resume") or 0)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def choose(
+    folder: Path, asked: int | None = None, rank: int = 0, world: int = 1, group: Any = None
+) -> tuple[Record | None, list[str]]:
+    """The record of the checkpoint that a run goes on from, None for a new run, and what to say to the user. Called by
+    all ranks of `group`, which read a share of the files each; all get the same.
+
+    It is the first of `candidates` that is whole. Newer ones, damaged or of another branch, are set aside: they would
+    be in the way of this run's own. Raises CheckpointError where none is whole, or the one that is `asked` for is not.
+    """
+    seen = everyone(candidates(folder, asked), group, world)
+    if any(other != seen[0] for other in seen):
+        other = next(s for s in seen if s != seen[0])
+        raise CheckpointError(
+            f"run.folder {folder}: rank 0 finds {_names(seen[0])} there, another rank {_names(other)}; "
+            "it must be on a disk that all nodes share"
+        )
+    damaged: dict[int, str] = {}
+    for step in seen[0]:
+        path = folder / f"step-{step}"
+        found = _problems(path, rank, world, group)
+        if not found:
+            record = read(path)
+            lines = [f"warning: {folder / f'step-{s}'} is damaged and skipped: {line}" for s, line in damaged.items()]
+            return record, lines + _set_aside(folder, step, rank, world, group)
+        damaged[step] = found[0]
+    if asked is not None:
+        raise CheckpointError(f"run.resume {asked}: {folder / f'step-{asked}'} is damaged: {damaged[asked]}")
+    if damaged:
+        every = "; ".join(f"step-{step}: {line}" for step, line in damaged.items())
+        raise CheckpointError(
+            f"{folder} has no checkpoint that is whole ({every}); repair one, or choose another run.folder"
+        )
+    return None, []
+
+
+def verify(path: Path, rank: int = 0, world: int = 1, group: Any = None) -> None:
+    """Raises CheckpointError on all ranks of `group` where a checkpoint is damaged; each reads a share of the files."""
+    if found := _problems(path, rank, world, group):
+        raise CheckpointError(f"{path} is damaged: {found[0]}")
+
+
+def _problems(path: Path, rank: int, world: int, group: Any) -> list[str]:
+    """What any rank finds wrong, the same on all."""
+    return [line for lines in everyone(problems(path, True, rank, world), group, world) for line in lines]
+
+
+def _names(steps: list[int]) -> str:
+    return ", ".join(f"step-{s}" for s in steps) or "no checkpoint"
+
+
+def _set_aside(folder: Path, step: int, rank: int, world: int, group: Any) -> list[str]:
+    """Rename what is newer than `step`."""
+    said: list[str] = []
+    failure = None
+    if rank == 0:
+        try:
+            for newer in [s for s in steps(folder) if s > step]:
+                old = folder / f"step-{newer}"
+                new = next(p for p in _aside(old) if not p.exists())
+                os.rename(old, new)
+                said.append(f"{old} is now {new.name}: the run goes on from step {step}")
+        except OSError as error:
+            failure = f"{error.filename} cannot be renamed: {error.strerror}"
+    failure, said = everyone((failure, said), group, world)[0]
+    if failure is not None:
+        raise CheckpointError(failure)
+    return said
+
+
+def _aside(path: Path) -> Iterator[Path]:
+    yield path.with_name(f"{path.name}.aside")
+    yield from (path.with_name(f"{path.name}.aside-{n}") for n in range(2, 10**6))
 
 
 def compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
@@ -98,75 +199,3 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         elif value not in ({}, [], ()):
             out[prefix + key] = value
     return out
-
-
-def save(
-    folder: Path,
-    record: Record,
-    mine: Mapping[str, Piece],
-    rank: int = 0,
-    world: int = 1,
-    group: Any = None,
-    fetch: Fetch | None = None,
-) -> Path:
-    """Write a checkpoint, on all ranks at once; returns its folder. `fetch` is that of `write`.
-
-    It is written as `step-N.tmp` and renamed when every rank's part is on disk. If anything fails, the unfinished
-    folder is removed, older checkpoints stay, and CheckpointError is raised on every rank.
-    """
-    final = folder / f"step-{record.step}"
-    temporary = folder / f"step-{record.step}.tmp"
-
-    def first_rank(work: Callable[[], None]) -> None:
-        """Done by one rank; its failure is everyone's."""
-        failure = None
-        if rank == 0:
-            try:
-                work()
-            except (OSError, CheckpointError) as error:
-                failure = str(error) if isinstance(error, CheckpointError) else f"{final}: {error.strerror or error}"
-        failure = everyone(failure, group, world)[0]
-        if failure is not None:
-            raise CheckpointError(failure)
-
-    def begin() -> None:
-        if final.exists():
-            raise CheckpointError(f"{final} exists already and is not overwritten")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-
-    def finish() -> None:
-        missing = sorted(f for f in files(temporary) if not (temporary / f).is_file())
-        if missing:
-            raise CheckpointError(
-                f"{temporary} lacks {missing[0]}, which another rank wrote: run.folder must be on a disk "
-                "that all nodes share"
-            )
-        with open(temporary / "run.json", "w", encoding="utf-8") as file:
-            json.dump(asdict(record), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        _sync(temporary)
-        os.rename(temporary, final)
-        _sync(folder)
-
-    try:
-        first_rank(begin)
-        write(temporary, mine, group, world, fetch)
-        first_rank(finish)
-    except CheckpointError as error:
-        if rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        last = latest(folder)
-        kept = "there is no older one" if last is None else f"the last good one is {folder / f'step-{last}'}"
-        raise CheckpointError(f"no checkpoint of step {record.step}: {error}; {kept}") from error
-    return final
-
-
-def _sync(folder: Path) -> None:
-    """Make renames and new names in a folder last through a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

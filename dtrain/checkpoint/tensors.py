@@ -6,9 +6,11 @@ once. A tied parameter is stored under the name that it is tied to.
 
 from __future__ import annotations
 
+import hashlib
+import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -36,9 +38,10 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 
 from dtrain import storage
+from dtrain.checkpoint.manifest import Digest, digest
 from dtrain.program.interpret import Place, owned
 from dtrain.program.lower import Program
 from dtrain.program.update import State
@@ -89,19 +92,101 @@ def names(program: Program, scaled: bool) -> set[str]:
     return out | ({"loss_scale/scale", "loss_scale/good_steps"} if scaled else set())
 
 
-def write(path: Path, mine: Mapping[str, Piece], group: Any, world: int, fetch: Fetch | None = None) -> None:
-    """Write the pieces of all ranks of `group` into a folder. Raises CheckpointError on every rank.
+@dataclass(frozen=True)
+class Part:
+    """What one rank wrote: its files, and where in them each tensor is, as DCP says it."""
 
-    With `fetch` the pieces' own tensors only say what is to come (on `meta`): it gives each by name, one at a time."""
-    writer = FileSystemWriter(path)
+    files: dict[str, Digest]
+    results: list[WriteResult]
+
+
+def plan_writes(
+    mine: Mapping[str, Piece], rank: int = 0, world: int = 1, group: Any = None
+) -> tuple[SavePlan, Metadata | None]:
+    """What this rank writes of its pieces, so that of copies one is written, and on rank 0 what all tensors are.
+    Called by all ranks of `group`; the same pieces, whatever is in them, give the same plan."""
+    plan = local_plan(mine)
+    if world == 1:
+        (only,), every = global_plan([plan])
+        return only, every
+    plans: list[Any] = [None] * world
+    dist.gather_object(plan, plans if rank == 0 else None, group=group, group_dst=0)
+    shared, metadata = global_plan(plans) if rank == 0 else (None, None)
+    out: list[Any] = [None]
+    dist.scatter_object_list(out, shared, group=group, group_src=0)
+    return out[0], metadata
+
+
+def local_plan(mine: Mapping[str, Piece]) -> SavePlan:
+    """All pieces that a rank has."""
+    return _Writing(mine).create_local_plan()
+
+
+def global_plan(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    """What each rank writes, so that of copies one is written, and what all tensors are."""
+    shared, metadata = _Writing({}).create_global_plan(plans)
+    return FileSystemWriter("").prepare_global_plan(shared), metadata  # which gives each rank's file its name
+
+
+def write_part(path: Path, plan: SavePlan, fetch: Fetch, on_cpu: bool = False) -> Part:
+    """Write this rank's tensors into a folder, flush them, and read them back. `fetch` gives one by its name; they may
+    all be `on_cpu`. Raises CheckpointError. Talks to nobody, so any thread can call it."""
+    files: dict[str, Digest] = {}
+    # Copying ahead from a GPU uses the thread's current device, which only the main thread has set.
+    writer = FileSystemWriter(path, per_thread_copy_ahead=0 if on_cpu else 10_000_000)
+    writer.fs = _Hashing(files)
+    planner = _Writing({}, fetch)
     with _in_one_line(f"{path} cannot be written"):
-        save(
-            dict(mine),
-            storage_writer=writer,
-            planner=_Writing(fetch),
-            process_group=group,
-            no_dist=world == 1,
-        )
+        results = writer.write_data(planner.finish_plan(plan), planner).wait()
+        for name, written in files.items():
+            if digest(path / name, from_disk=True) != written:
+                raise CheckpointError(f"{path / name}: what is on the disk is not what was written to it")
+    return Part(files, results)
+
+
+def write_metadata(path: Path, metadata: Metadata, parts: Sequence[Part]) -> None:
+    """DCP's `.metadata` of what all ranks wrote. Raises CheckpointError."""
+    with _in_one_line(f"{path} cannot be written"):
+        FileSystemWriter(path).finish(metadata, [part.results for part in parts])
+
+
+class _Hashing(FileSystem):
+    """Files that are hashed while they are written."""
+
+    def __init__(self, files: dict[str, Digest]) -> None:
+        self.files = files
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            hashing = _HashingStream(stream)
+            yield hashing
+            self.files[Path(path).name] = Digest(hashing.count, hashing.sha256.hexdigest())
+
+
+class _HashingStream:
+    """The part of a file that DCP uses to write one from its beginning to its end."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream, self.sha256, self.count = stream, hashlib.sha256(), 0
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        self.stream.write(data)
+        self.count += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self.count
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+    def fileno(self) -> int:
+        return int(self.stream.fileno())
+
+    def close(self) -> None:
+        self.stream.close()
 
 
 def restore(path: Path, mine: Mapping[str, Piece], wanted: set[str], group: Any, world: int) -> None:
@@ -166,6 +251,10 @@ def _in_one_line(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: {rank}{_reason(cause)}") from error
     except (OSError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{what}: {_reason(error)}") from error
+    except RuntimeError as error:  # torch.save's, when the write below it failed
+        if not isinstance(error.__context__, OSError):
+            raise
+        raise CheckpointError(f"{what}: {_reason(error.__context__)}") from error
 
 
 def _reason(error: BaseException) -> str:
@@ -180,12 +269,11 @@ def _chunk(piece: Piece) -> ChunkStorageMetadata:
 class _Writing(DefaultSavePlanner):
     """DCP's extension point for state that is not its own kinds of tensors."""
 
-    def __init__(self, fetch: Fetch | None = None) -> None:
+    def __init__(self, mine: Mapping[str, Piece], fetch: Fetch | None = None) -> None:
         super().__init__(False, False)
-        self.fetch = fetch
+        self.mine, self.fetch = mine, fetch
 
     def create_local_plan(self) -> SavePlan:
-        mine: Mapping[str, Any] = self.state_dict
         self.plan = SavePlan(
             [
                 WriteItem(
@@ -195,14 +283,14 @@ class _Writing(DefaultSavePlanner):
                         _chunk(p), TensorProperties.create_from_tensor(p.tensor), torch.Size(p.shape)
                     ),
                 )
-                for name, p in mine.items()
+                for name, p in self.mine.items()
             ]
         )
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        piece: Any = self.state_dict[index.fqn]
-        return piece.tensor if self.fetch is None else self.fetch(index.fqn)
+        assert self.fetch is not None
+        return self.fetch(index.fqn)
 
 
 class _Reading(DefaultLoadPlanner):
@@ -222,12 +310,6 @@ class _Reading(DefaultLoadPlanner):
         piece: Any = self.state_dict[index.fqn]
         tensor: Tensor = piece.tensor
         return tensor
-
-
-def files(path: Path) -> set[str]:
-    """The data files that a folder's metadata speaks of."""
-    metadata = FileSystemReader(path).read_metadata()
-    return {info.relative_path for info in (metadata.storage_data or {}).values()}
 
 
 def everyone(value: Any, group: Any, world: int) -> list[Any]:

@@ -294,6 +294,7 @@ class Run(Section):
     ] = "selective"
     compile: Literal["on", "off", "auto"] = "auto"
     save_every: Count | None = None
+    resume: Count | None = None
     eval_every: Count | None = None
     log_every: Count = 1
     folder: str | None = None
