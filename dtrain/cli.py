@@ -245,6 +245,85 @@ def sample(
     raise typer.Exit(launch.sample(source, prompt, max_tokens, how, tp, options))
 
 
+# ------------------------------------------------------------------------------------------ dtrain checkpoint ...
+
+checkpoint_app = typer.Typer(no_args_is_help=True, help="Look at checkpoints, in one process.")
+app.add_typer(checkpoint_app, name="checkpoint")
+CheckpointFolder = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="step-N, or a run's folder: its latest.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one object.")]
+
+
+@checkpoint_app.command("ls", epilog="Exit codes: 0 all are whole; 1 some are not; 2 there is none.")
+def checkpoint_ls(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A run's folder.")], as_json: AsJson = False
+) -> None:
+    """List a run's checkpoints: when, how large, whole or what is wrong. Sizes are looked at, not content."""
+    with _one_line():
+        import json
+        from pathlib import Path
+
+        from dtrain.checkpoint import look
+
+        found = look.listed(Path(folder))
+        typer.echo(json.dumps(look.as_json(found), indent=2) if as_json else "\n".join(look.list_lines(found)))
+    raise typer.Exit(1 if any(c.wrong for c in found) else 0)
+
+
+@checkpoint_app.command("show", epilog="Exit codes: 0 printed; 2 it cannot be read.")
+def checkpoint_show(checkpoint: CheckpointFolder, as_json: AsJson = False) -> None:
+    """Print what a checkpoint says of itself, and its tensors."""
+    with _one_line():
+        import json
+        from pathlib import Path
+
+        from dtrain.checkpoint import look, read
+
+        path = look.resolve(Path(checkpoint))
+        record, tensors = read(path), look.held(path)
+        if as_json:
+            values = {"path": path, "record": record, "tensors": tensors}
+            typer.echo(json.dumps(look.as_json(values), indent=2))
+        else:
+            typer.echo("\n".join(look.show_lines(path, record, tensors)))
+
+
+@checkpoint_app.command("verify", epilog="Exit codes: 0 every byte is what was written; 1 damaged; 2 there is none.")
+def checkpoint_verify(checkpoint: CheckpointFolder, as_json: AsJson = False) -> None:
+    """Read every byte of a checkpoint and compare it with the checksums that were written."""
+    with _one_line():
+        import json
+        from pathlib import Path
+
+        from dtrain.checkpoint import look, problems
+
+        path = look.resolve(Path(checkpoint))
+        found = problems(path)
+        if as_json:
+            typer.echo(json.dumps({"path": str(path), "problems": found}, indent=2))
+        else:
+            typer.echo("\n".join([f"{path}: {line}" for line in found] or [f"{path}: whole"]))
+    raise typer.Exit(1 if found else 0)
+
+
+@checkpoint_app.command("diff", epilog="Exit codes: 0 no difference; 1 they differ; 2 one cannot be read.")
+def checkpoint_diff(a: CheckpointFolder, b: CheckpointFolder, as_json: AsJson = False) -> None:
+    """Compare two checkpoints: keys of their records, and tensors with their largest difference."""
+    with _one_line():
+        import json
+        from pathlib import Path
+
+        from dtrain.checkpoint import look
+
+        one, other = look.resolve(Path(a)), look.resolve(Path(b))
+        found = look.compared(one, other)
+        typer.echo(
+            json.dumps(look.as_json({"a": one, "b": other, "same": found.same, **vars(found)}), indent=2)
+            if as_json
+            else "\n".join(look.diff_lines(one, other, found))
+        )
+    raise typer.Exit(0 if found.same else 1)
+
+
 # ------------------------------------------------------------------------------------------------ dtrain data ...
 
 data_app = typer.Typer(no_args_is_help=True, help="Pack texts into token files, and look at what a model will see.")

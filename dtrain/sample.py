@@ -22,6 +22,7 @@ from dtrain import checkpoint, convert, data, generate, hf, models
 from dtrain import layout as layouts
 from dtrain import plan as plans
 from dtrain.axes import ALONE
+from dtrain.checkpoint import look
 from dtrain.data import Tokenizer
 from dtrain.generate import Choice, Decoder
 from dtrain.layout import Layout
@@ -74,7 +75,9 @@ def open_source(path: Path, tokenizer: str | None = None, file: str | None = Non
         return _of_folder(path, tokenizer)
     if not (path / "run.json").is_file() and checkpoint.latest(path) is None:
         raise SampleError(f"{path} is no checkpoint, no run's folder with one, and no Hugging Face folder")
-    path = convert.at(path)
+    path = look.resolve(path)
+    if wrong := checkpoint.problems(path, content=False):
+        raise SampleError(f"{path} is damaged: {wrong[0]}; name an older one")
     record = checkpoint.read(path)
     model = {k: v for k, v in record.layout["model"].items() if k not in ("load", "vocab_pad") and v is not None}
     if model.get("file"):

@@ -167,7 +167,8 @@ def test_mistakes_are_one_line_and_nothing_starts(tmp_path: Path) -> None:
     record = tmp_path / "run" / "step-1" / "run.json"
     values = json.loads(record.read_text())
     values["layout"]["data"]["tokenizer"] = "gone.json"
-    record.write_text(json.dumps(values))
+    record.write_text(json.dumps(values | {"format": 1}))
+    (tmp_path / "run" / "step-1" / "manifest.json").unlink()
     (tmp_path / "bare").mkdir()
     for said, *words in (
         ("is no checkpoint, no run's folder with one, and no Hugging Face folder", tmp_path / "none", "-p", "a"),

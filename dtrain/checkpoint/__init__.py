@@ -1,6 +1,7 @@
 """Save a run and go on from it. `checkpoints/README.md` documents what is on disk.
 
 folder     which checkpoints a run's folder holds, and which one a run goes on from
+look       what `dtrain checkpoint` says of one
 manifest   whether what is on disk is what was written
 saving     how a checkpoint is written, and appears only when it is whole
 start      a run's first weights, of a Hugging Face folder or of a checkpoint

@@ -172,7 +172,7 @@ def _aside(path: Path) -> Iterator[Path]:
 
 def compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
     """Two layouts as nested dicts -> what forbids going on, and what merely changes: key -> `old -> new`."""
-    old, new = _flat(saved), _flat(now)
+    old, new = flat(saved), flat(now)
     forbidden: dict[str, str] = {}
     changed: dict[str, str] = {}
     for key in sorted({**old, **new}):
@@ -191,11 +191,12 @@ def _show(value: Any) -> str:
     return "nothing" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, by dotted key; what is empty is left out."""
     out: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            out |= _flat(value, f"{prefix}{key}.")
+            out |= flat(value, f"{prefix}{key}.")
         elif value not in ({}, [], ()):
             out[prefix + key] = value
     return out

@@ -211,6 +211,17 @@ def restore(path: Path, mine: Mapping[str, Piece], wanted: set[str], group: Any,
         )
 
 
+def described(path: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint by name, on `meta`: their shapes and dtypes. Raises CheckpointError."""
+    with _in_one_line(f"{path} cannot be read"):
+        found = FileSystemReader(path).read_metadata().state_dict_metadata
+    return {
+        name: torch.empty(t.size, dtype=t.properties.dtype, device="meta")
+        for name, t in found.items()
+        if isinstance(t, TensorStorageMetadata)
+    }
+
+
 def open_tensors(path: Path) -> tuple[dict[str, tuple[int, ...]], Fetch]:
     """The shape of each tensor of a checkpoint, and what reads a whole one, in one process. Raises CheckpointError."""
     with _in_one_line(f"{path} cannot be read"):
