@@ -46,7 +46,7 @@ class RunError(Exception):
 class Run:
     """What stays the same from step to step on one rank. `calls` are what is called for each graph of the program;
     `steps` is its action list, and `judge` that of the program for held-out text: without dropout.
-    `batches` reads this rank's rows of the training batches."""
+    `batches` are this rank's rows of the training batches, read ahead by `reader`."""
 
     plan: Plan
     rank: Rank
@@ -56,6 +56,7 @@ class Run:
     steps: Bound
     judge: Bound
     source: data.Source
+    reader: data.Reader
     batches: data.Ahead[Batch]
     config: UpdateConfig
     schedule: optim.Schedule
@@ -94,7 +95,7 @@ def train(layout: Layout, rank: Rank, *, quiet: bool) -> None:
             say(log, f"changed: {key}: {change}")
         for note in source.notes:
             say(log, note)
-        r = prepare(plan, rank, source, log, entered)
+        r = prepare(plan, rank, source, log, entered, record)
         with torch.no_grad():
             if not done and (path := start_of(layout)):
                 say(log, f"weights of {path}")
@@ -136,7 +137,7 @@ def data_config(plan: Plan) -> data.DataConfig:
         validation=0.0 if held.path else held.fraction,
         field=d.field or "",
         dtype=d.dtype,
-        mix=tuple(data.From(m.source, m.path, m.field or "", m.dtype, m.weight, m.epochs) for m in d.mix),
+        mix=tuple(data.From(m.source, m.path, m.field or "", m.dtype, m.stream, m.weight, m.epochs) for m in d.mix),
         tokenizer=d.tokenizer,
         bos=d.bos,
         eos=d.eos,
@@ -144,6 +145,8 @@ def data_config(plan: Plan) -> data.DataConfig:
         packing=d.packing,
         document_mask=d.document_mask,
         bad=d.bad,
+        stream=d.stream,
+        shuffle=d.shuffle,
         masking=data.Masking(d.masking.unit, d.masking.ngram),
         split=held.split,
         valid_paths=held.path,
@@ -201,8 +204,15 @@ def enter(plan: Plan, rank: Rank) -> Entered:
     return program, judge, join(plan, rank, program)
 
 
-def prepare(plan: Plan, rank: Rank, source: data.Source, log: Log, entered: Entered | None = None) -> Run:
-    """Enter, unless that is done, and compile."""
+def prepare(
+    plan: Plan,
+    rank: Rank,
+    source: data.Source,
+    log: Log,
+    entered: Entered | None = None,
+    record: Record | None = None,
+) -> Run:
+    """Enter, unless that is done, and compile. `record` is of the checkpoint that the run goes on from."""
     lay = plan.layout
     program, judge, place = entered or enter(plan, rank)
     describe(log, plan, rank, program)
@@ -223,8 +233,11 @@ def prepare(plan: Plan, rank: Rank, source: data.Source, log: Log, entered: Ente
     say(log, f"lowered in {program.seconds:.1f} s, {work}")
     steps = bind(program, calls, place, compute)
     judged = bind(judge, judges, place, plan.evaluate[place.at.get("pp", 0)])
-    batches = data.Ahead(lambda i: read(plan, place, source, i, "train"), lay.run.steps - 1)
-    return Run(plan, rank, place, program, calls, steps, judged, source, batches, update_config(lay), schedule(lay))
+    done, cursors = (record.step, record.cursors) if record else (0, [])
+    reader = data.Reader(source, plans.rows(plan, place.at), done, cursors)
+    batches = data.Ahead(lambda i: pinned(plan, place, reader.read(i)), lay.run.steps - 1)
+    config = update_config(lay)
+    return Run(plan, rank, place, program, calls, steps, judged, source, reader, batches, config, schedule(lay))
 
 
 def without_dropout(config: Any) -> Any:
@@ -371,7 +384,8 @@ def loop(r: Run, state: State, log: Log, done: int, record: Record | None) -> No
                 metrics.record_validation(log, number, valid)
         if last or (lay.run.save_every and number % lay.run.save_every == 0):
             with clock.paused():
-                path = save(r, state, Record(number, as_dict(lay), r.source.hash, skipped, valid))
+                now = Record(number, as_dict(lay), r.source.hash, skipped, valid, cursors=r.reader.cursors(number - 1))
+                path = save(r, state, now)
                 say(log, f"step {number}/{lay.run.steps}  saved {path}")
                 saved = number
         if report.stop:
@@ -417,9 +431,8 @@ def has_head(r: Run) -> bool:
     return r.program.job.layers + 1 in r.place.units
 
 
-def read(plan: Plan, place: Place, source: data.Source, index: int, split: Any) -> Batch:
-    """This rank's rows of a global batch (the first has index 0), in memory that its device can copy from."""
-    batch = data.batch(source, index, plans.rows(plan, place.at), split)
+def pinned(plan: Plan, place: Place, batch: Batch) -> Batch:
+    """What the model reads of a batch, in memory that its device can copy from."""
     pin = place.device.startswith("cuda")
     return {k: batch[k].pin_memory() if pin else batch[k] for k in plan.job.fields}
 
@@ -449,7 +462,9 @@ class HeldOut:
         r, size = self.r, self.r.plan.job.batch
         if not self.batches:
             n = min(data.validation_batches(r.source), r.layout.data.validation.batches)
-            self.batches = [to_device(r, read(r.plan, r.place, r.source, i, "valid")) for i in range(n)]
+            rows = plans.rows(r.plan, r.place.at)
+            read = [data.batch(r.source, i, rows, "valid") for i in range(n)]
+            self.batches = [to_device(r, pinned(r.plan, r.place, batch)) for batch in read]
             if has_head(r):
                 each = [global_counts(r, lambda b=b: b) for b in self.batches]  # type: ignore[misc]
                 self.counts = {k: torch.stack([c[k] for c in each]).sum().clamp(min=1) for k in each[0]}
@@ -590,6 +605,7 @@ def summary(
     waited = waiting(r, clock)
     idle = "" if waited is None else f", {waited:.2%} of the time waiting for data"
     lines.append(f"  {clock.rate:,.0f} tokens/s{idle}, peak memory {memory / 2**30:.2f} GiB a rank")
+    lines += [f"  {note}" for note in r.reader.notes()]
     if skipped:
         lines.append(f"  {skipped} updates skipped after an overflow")
     lines.append(f"  checkpoint {r.folder / f'step-{saved}'}, metrics {r.folder / 'metrics.jsonl'}")

@@ -80,6 +80,20 @@ def test_globs_are_sorted_and_name_each_file_once(tmp_path: Path) -> None:
     assert [Path(f).name for f in found] == ["a.txt", "b.txt", "c.md"]
 
 
+def test_a_folder_is_all_its_files_of_the_kind_even_where_links_go_round(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("b.jsonl", "a.jsonl.gz", "dataset_info.json", "README.md"):
+        write(tmp_path / "data", name)
+    (tmp_path / "data" / "again").symlink_to(tmp_path / "data")
+    found = files([str(tmp_path)], "jsonl")
+    assert [Path(f).name for f in found] == ["a.jsonl.gz", "b.jsonl"]
+    assert len(files([str(tmp_path / "**/*.md")], "text")) == 1
+    with pytest.raises(DataError, match="holds no parquet file"):
+        files([str(tmp_path)], "parquet")
+    with pytest.raises(DataError, match=r"is a folder; add a glob such as /\*\*/\*"):
+        files([str(tmp_path)], "text")
+
+
 def test_splits_of_a_saved_dataset_are_listed(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(DataError, match=r"has the splits train, test; give one: .*/train|holds the splits train, test"):

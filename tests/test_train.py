@@ -164,6 +164,26 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, monkeypatch: pyt
     assert a["exp_avg/block.1/wq"].abs().max() > 0
 
 
+def test_a_run_over_a_stream_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"document {i} says {i * i}"}) for i in range(100)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    stream = ("data.source=jsonl", f"data.path={tmp_path}/a.jsonl", "data.stream=true", "data.shuffle=7")
+    stream += ("data.validation.fraction=0", "run.steps=8")
+    whole, parts = (make(tmp_path / name, *stream) for name in ("whole", "parts"))
+    alone(whole)
+    alone(parts, stop_after=3)
+    (cursor,) = checkpoint.read(tmp_path / "parts" / "step-3").cursors
+    assert cursor is not None and cursor["window"] * 7 + cursor["taken"] == 3 * 4
+    alone(make(tmp_path / "parts", *stream, "data.microbatch=2"))
+    first, second = rows(whole, "loss"), rows(parts, "loss")
+    assert first[:3] == second[:3] and [s for s, _ in second] == list(range(1, 9))
+    # A microbatch of 2 rounds otherwise.
+    assert [v for _, v in second] == pytest.approx([v for _, v in first], abs=1e-6)
+    (tmp_path / "a.jsonl").write_text("\n".join(lines[:-1]))
+    with pytest.raises(train.RunError, match=r"was trained on other data"):
+        alone(make(tmp_path / "parts", *stream, "run.steps=9"))
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_sharded_padded_state_survives_a_resume(tmp_path: Path) -> None:
     """A vocabulary of 257 over fsdp 4: padded shards in memory, none of it on disk, and the same curve."""
@@ -368,15 +388,15 @@ def test_fp16_keeps_its_scale_and_counts_what_it_skipped(tmp_path: Path) -> None
 def test_a_step_without_valid_labels_is_finite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    original = data.batch
+    original = data.Reader.read
 
-    def batch(source: Any, step: int, *rest: Any) -> dict[str, Tensor]:
-        out = original(source, step, *rest)
+    def read(self: data.Reader, step: int) -> dict[str, Tensor]:
+        out = original(self, step)
         if step == 1:
             out["labels"].fill_(-1)
         return out
 
-    monkeypatch.setattr(data, "batch", batch)
+    monkeypatch.setattr(data.Reader, "read", read)
     layout = make(tmp_path, "run.steps=3")
     alone(layout, quiet=False)
     assert "step 2: no label in the whole batch is valid" in capsys.readouterr().out

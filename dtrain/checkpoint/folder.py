@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,14 @@ _FREE = ("model.vocab_pad", "model.load", "data.microbatch", "data.path", "data.
 @dataclass(frozen=True)
 class Record:
     """What a checkpoint says of itself: the step that was done last, the layout, the hash of the data, how many
-    updates were skipped (fp16) and the last held-out loss."""
+    updates were skipped (fp16), the last held-out loss, and where streams of data stand (`data.Reader.cursors`)."""
 
     step: int
     layout: dict[str, Any]
     data: str
     skipped: int = 0
     valid_loss: float | None = None
+    cursors: list[dict[str, Any] | None] = field(default_factory=list)
     format: int = FORMAT
 
 

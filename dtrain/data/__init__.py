@@ -5,6 +5,7 @@ tokens, manifest                 files of tokens
 config, sources                  what is asked for, and opening it
 sequences, order, masking        sequences out of a stream, which of them a sample is, masked models
 batches, ahead                   a step's batch, and reading it before it is needed
+texts, streaming                 texts that are tokenised when a run starts, and as it goes on
 pack, show, perplexity           `dtrain data pack`, `dtrain data show`, and what a held-out loss says
 """
 
@@ -16,6 +17,7 @@ from .masking import Masking
 from .order import passes, permute
 from .perplexity import report
 from .sources import open_source
+from .streaming import Reader
 from .tokenizer import Tokenizer, token
 from .tokenizer import load as load_tokenizer
 
@@ -25,6 +27,7 @@ __all__ = [
     "DataError",
     "From",
     "Masking",
+    "Reader",
     "Source",
     "Tokenizer",
     "batch",

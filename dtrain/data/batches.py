@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import rng
 from . import masking, tokens
 from .config import Part, Source, length, stride
+from .errors import DataError
 from .order import locate, place
 from .sequences import Long
 from .sources import synthetic
@@ -40,7 +41,8 @@ def validation_batches(source: Source) -> int:
 def batch(
     source: Source, step: int, rows: Sequence[int], split: Literal["train", "valid"] = "train"
 ) -> dict[str, Tensor]:
-    """Rows of one step's global batch, all int64 on the CPU. Raises DataError for an id outside the vocabulary.
+    """Rows of one step's global batch, all int64 on the CPU. Raises DataError for an id outside the vocabulary, and for
+    a training batch of what is read as the run goes on (see `Reader`).
 
     `step` counts from 0 (the first batch of the first epoch); `rows` are indices 0..batch-1 of the global
     batch. Sample `step * batch + row` walks through the training sequences, in a new permutation each epoch,
@@ -50,34 +52,46 @@ def batch(
     unless documents are apart), sample ("batch"). Masked, instead of start: types, valid ("batch seq") and order
     ("batch", 1 where the halves were swapped). Labels are -1 where nothing is predicted.
     """
-    cfg = source.cfg
-    n = source.train if split == "train" else source.valid
-    if n == 0:
+    if split == "train" and source.streams:
+        raise DataError("a batch of a stream has no number of its own: read them one after another")
+    if (source.train if split == "train" else source.valid) == 0:
         raise ValueError(f"the {split} split is empty")
-    samples = [step * cfg.batch + row for row in rows]
+    samples = [step * source.cfg.batch + row for row in rows]
+    return assemble(source, samples, [read(source, s, split) for s in samples], split)
+
+
+def assemble(
+    source: Source, samples: Sequence[int], found: Sequence[Read], split: Literal["train", "valid"]
+) -> dict[str, Tensor]:
+    """The batch of these samples, of which `found` are the sequences."""
+    cfg = source.cfg
     sample_B = torch.tensor(samples, dtype=torch.int64)
-    read = [_read(source, sample, split) for sample in samples]
-    ids = torch.from_numpy(np.stack([r.ids for r in read]))
+    ids = torch.from_numpy(np.stack([r.ids for r in found]))
     if cfg.objective == "causal":
-        out = _causal(source, ids, read)
+        out = _causal(ids, found)
     else:
         draws = rng.fold(rng.fold(torch.tensor(cfg.seed), rng.site_number(f"data/masked/{split}")), sample_B)
-        counts = torch.tensor([r.count for r in read])
+        counts = torch.tensor([r.count for r in found])
         out = masking.masked(ids, counts, draws, source.special, cfg.masking, source.continues)
     if split == "valid":
-        past_B = sample_B >= n
+        past_B = sample_B >= source.valid
         out["labels"][past_B] = -1
         if "order" in out:
             out["order"][past_B] = -1
     return out | {"sample": sample_B}
 
 
-def _read(source: Source, sample: int, split: Literal["train", "valid"]) -> Read:
-    """One sequence of one part."""
-    cfg = source.cfg
+def read(source: Source, sample: int, split: Literal["train", "valid"]) -> Read:
+    """A sample's sequence."""
     k, index, _ = locate(source, sample, split)
     part = (source.parts if split == "train" or not source.apart else source.apart)[k]
-    number = place(part, index, split)
+    return sequence(source, part, place(part, index, split))
+
+
+def sequence(source: Source, part: Part, number: int) -> Read:
+    """One sequence of one part. The labels are final: where documents are apart, the last token of one predicts
+    nothing."""
+    cfg = source.cfg
     n = length(cfg)
     if part.stream is None:
         ids = synthetic(cfg, number * stride(cfg), source.special.ordinary).numpy()
@@ -86,11 +100,16 @@ def _read(source: Source, sample: int, split: Literal["train", "valid"]) -> Read
         return _from_bins(source, part, number)
     begin = number * (part.stride or stride(cfg))
     ids = tokens.read(part.stream, begin, n, cfg.vocab)
-    labels = _labels(part, begin, ids) if cfg.objective == "causal" else None
-    if labels is not None and part.stride:  # the first window counts whole, of the others what is new
+    begins = tokens.read_edges(part.stream, begin, n) if cfg.document_mask else None
+    if cfg.objective == "masked":
+        return Read(ids, None, n, None)
+    labels = _labels(part, begin, ids)
+    if part.stride:  # the first window counts whole, of the others what is new
         labels[: (cfg.seq - part.stride) if number else 0] = -1
         labels[max(0, part.stream.tokens - 1 - begin) :] = -1
-    return Read(ids, labels, n, tokens.read_edges(part.stream, begin, n) if cfg.document_mask else None)
+    if begins is not None:
+        labels[begins[begins > 0] - 1] = -1
+    return Read(ids, labels, n, begins)
 
 
 def _labels(part: Part, begin: int, ids: Long) -> Long:
@@ -122,17 +141,13 @@ def _from_bins(source: Source, part: Part, number: int) -> Read:
     return Read(ids, labels if shift else None, at, np.array(begins, np.int64) if cfg.document_mask else None)
 
 
-def _causal(source: Source, ids_BL: Tensor, read: Sequence[Read]) -> dict[str, Tensor]:
-    """Labels shifted before the cut; where documents are apart, the last token of one predicts nothing."""
+def _causal(ids_BL: Tensor, found: Sequence[Read]) -> dict[str, Tensor]:
+    """Labels shifted before the cut, so that none is lost at the seams."""
     tokens_BS = ids_BL[:, :-1].clone()
-    labels_BS = torch.from_numpy(np.stack([r.labels for r in read if r.labels is not None]))
+    labels_BS = torch.from_numpy(np.stack([r.labels for r in found if r.labels is not None]))
     start_BS = torch.zeros_like(tokens_BS)
-    for row, r in enumerate(read):
+    for row, r in enumerate(found):
         if r.begins is not None:
-            begins = torch.from_numpy(r.begins)
-            inside = begins[(begins > 0) & (begins < start_BS.shape[1])]
+            inside = torch.from_numpy(r.begins[(r.begins > 0) & (r.begins < start_BS.shape[1])])
             start_BS[row, inside] = inside
-            if source.parts[0].bins is None:  # a piece in a bin already ends where its document does
-                edge = begins[begins > 0] - 1
-                labels_BS[row, edge[edge < labels_BS.shape[1]]] = -1
     return {"tokens": tokens_BS, "labels": labels_BS, "start": start_BS.cummax(1).values}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .masking import Masking, Special
 from .sequences import Bins
+from .tokenizer import Tokenizer
 from .tokens import Stream
 
 SYNTHETIC_TOKENS = 1 << 40
@@ -18,12 +19,14 @@ SYNTHETIC_TOKENS = 1 << 40
 @dataclass(frozen=True)
 class From:
     """One source: `paths` are files, globs, folders or URLs, `field` the key of a document's text, `dtype` the type of
-    raw token files, `weight` its share of a mixture (None: by its size), `epochs` how often it may be read."""
+    raw token files, `stream` whether texts are read as the run goes on, `weight` its share of a mixture (None: by its
+    size), `epochs` how often it may be read."""
 
     source: str
     paths: tuple[str, ...] = ()
     field: str = ""
     dtype: str = "uint16"
+    stream: bool = False
     weight: float | None = None
     epochs: float | None = None
 
@@ -35,6 +38,7 @@ class DataConfig:
     `valid_paths` are held-out files of their own, read in windows that begin `stride` tokens apart (0: `seq`).
 
     `packing` is how documents become sequences, `document_mask` whether their tokens see their own document only.
+    With `stream` texts are read as the run goes on, `shuffle` sequences at a time in another order (0: as they are).
     `mix` are the sources of a mixture, in place of source and paths; `steps` those of the run, where known."""
 
     source: str
@@ -55,6 +59,8 @@ class DataConfig:
     packing: Literal["concat", "best-fit", "none"] = "concat"
     document_mask: bool = False
     bad: Literal["error", "skip"] = "error"
+    stream: bool = False
+    shuffle: int = 1024
     masking: Masking = default(default_factory=Masking)
     split: Literal["blocks", "documents"] = "blocks"
     valid_paths: tuple[str, ...] = ()
@@ -63,8 +69,22 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class Texts:
+    """Files that are read front to back while a run goes on, and their sizes in bytes when it was opened (-1: not
+    known); `bos` and `eos` begin and end each document."""
+
+    given: From
+    files: tuple[str, ...]
+    sizes: tuple[int, ...]
+    tokenizer: Tokenizer
+    bos: int | None
+    eos: int | None
+
+
+@dataclass(frozen=True)
 class Part:
-    """One corpus: `train + valid` sequences of a stream (None: drawn from a hash), by `bins` unless it is cut evenly.
+    """One corpus: `train + valid` sequences of a stream (None: drawn from a hash, or, where there are `texts`, out of
+    these, so that nobody knows how many), by `bins` unless it is cut evenly.
     `apart`: `valid` is all there is, in windows where `stride` is not 0; otherwise the last `held` of every
     `period` sequences are held out. `dropped` tokens at the end do not fill a sequence."""
 
@@ -79,6 +99,7 @@ class Part:
     hash: str
     words: int = 0
     stride: int = 0
+    texts: Texts | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +118,7 @@ class Source:
 
     @property
     def train(self) -> int:
-        """Training sequences."""
+        """Training sequences; none are counted of what is read as the run goes on."""
         return sum(p.train for p in self.parts)
 
     @property
@@ -107,7 +128,12 @@ class Source:
 
     @property
     def tokens(self) -> int:
-        return sum(p.stream.tokens if p.stream else SYNTHETIC_TOKENS for p in self.parts)
+        return sum(p.stream.tokens if p.stream else 0 if p.texts else SYNTHETIC_TOKENS for p in self.parts)
+
+    @property
+    def streams(self) -> bool:
+        """Whether anything is read as the run goes on."""
+        return any(p.texts for p in self.parts)
 
     @property
     def dropped(self) -> int:

@@ -58,16 +58,36 @@ def files(paths: Iterable[str], source: str) -> list[str]:
             matches = _remote(path)
         elif is_saved_dataset(path):
             matches = _saved(path)
+        elif os.path.isdir(path) and source in _SUFFIXES.values():
+            # Not plain .json: in a dataset's folder these tell about it.
+            inside = sorted(glob.glob(f"{glob.escape(path)}/**/*", recursive=True))
+            matches = [m for m in inside if kind_of(m) == source and not m.endswith(".json")]
         else:
             matches = [path] if os.path.isfile(path) else sorted(glob.glob(path, recursive=True))
         kept = [m for m in matches if "://" in m or os.path.isfile(m)]
         if not kept:
-            why = "is a folder; add a glob such as /**/*" if os.path.isdir(path) else "matches no file"
+            why = "matches no file"
+            if os.path.isdir(path):
+                folder = source in _SUFFIXES.values()
+                why = f"holds no {source} file" if folder else "is a folder; add a glob such as /**/*"
             raise DataError(f"data.path: {path!r} {why} (looked from {os.getcwd()})")
         found += kept
     if not found:
         raise DataError(f"data.path: source {source!r} needs a file or a glob such as corpus/**/*.txt")
-    return list(dict.fromkeys(found))
+    once: dict[str, str] = {}
+    for path in found:
+        once.setdefault(path if "://" in path else os.path.realpath(path), path)  # links may go round in a circle
+    return list(once.values())
+
+
+def size(path: str) -> int:
+    """Bytes of a file here, -1 of one at a URL. Raises DataError where it is not there."""
+    if "://" in path:
+        return -1
+    try:
+        return os.path.getsize(path)
+    except OSError as e:
+        raise DataError(f"{path}: cannot be read: {e.strerror}") from e
 
 
 def _remote(path: str) -> list[str]:

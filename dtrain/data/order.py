@@ -40,28 +40,38 @@ def _keys(state: int) -> tuple[int, ...]:
     return tuple(rng.fold_int(state, r) for r in range(_ROUNDS))
 
 
+def order_of(source: Source, split: Literal["train", "valid"], part: int = 0) -> int:
+    """The hash that the order of a part's sequences comes from; held-out parts have one together."""
+    shuffle = rng.fold_int(source.cfg.seed, rng.site_number(f"data/{split}"))
+    return shuffle if split == "valid" or len(source.parts) == 1 else rng.fold_int(shuffle, part)
+
+
+def turn(source: Source, sample: int) -> tuple[int, int]:
+    """The part that a training sample is of, and how many samples before it are of that part."""
+    if len(source.parts) == 1:
+        return 0, sample
+    shuffle = rng.fold_int(source.cfg.seed, rng.site_number("data/train"))
+    block, index = divmod(sample, MIX)
+    slot = permute(index, MIX, rng.fold_int(rng.fold_int(shuffle, rng.site_number("mix")), block))
+    ends = list(accumulate(source.quotas))
+    k = bisect_right(ends, slot)
+    return k, block * source.quotas[k] + slot - (ends[k - 1] if k else 0)
+
+
 def locate(source: Source, sample: int, split: Literal["train", "valid"]) -> tuple[int, int, int]:
     """A sample's part, sequence of that part, and epoch of that part. Training samples 0, 1, 2, ... take each part's
     sequences in a new permutation each epoch; held-out ones are numbered part after part."""
-    shuffle = rng.fold_int(source.cfg.seed, rng.site_number(f"data/{split}"))
-    if split == "valid":
-        n = source.valid
-        epoch, index = divmod(sample, n)
-        place = permute(index, n, rng.fold_int(shuffle, epoch))
-        ends = list(accumulate(p.valid for p in source.apart or source.parts))
-        k = bisect_right(ends, place)
-        return k, place - (ends[k - 1] if k else 0), epoch
-    k = 0
-    if len(source.parts) > 1:
-        block, index = divmod(sample, MIX)
-        slot = permute(index, MIX, rng.fold_int(rng.fold_int(shuffle, rng.site_number("mix")), block))
-        ends = list(accumulate(source.quotas))
-        k = bisect_right(ends, slot)
-        sample = block * source.quotas[k] + slot - (ends[k - 1] if k else 0)
-        shuffle = rng.fold_int(shuffle, k)
-    n = source.parts[k].train
+    if split == "train":
+        k, nth = turn(source, sample)
+        n = source.parts[k].train
+        epoch, index = divmod(nth, n)
+        return k, permute(index, n, rng.fold_int(order_of(source, split, k), epoch)), epoch
+    n = source.valid
     epoch, index = divmod(sample, n)
-    return k, permute(index, n, rng.fold_int(shuffle, epoch)), epoch
+    place = permute(index, n, rng.fold_int(order_of(source, split), epoch))
+    ends = list(accumulate(p.valid for p in source.apart or source.parts))
+    k = bisect_right(ends, place)
+    return k, place - (ends[k - 1] if k else 0), epoch
 
 
 def place(part: Part, index: int, split: Literal["train", "valid"]) -> int:
@@ -81,6 +91,8 @@ def quotas(given: Sequence[From], parts: Sequence[Part]) -> tuple[int, ...]:
     weights = [p.train if f.weight is None else f.weight for f, p in zip(given, parts, strict=True)]
     if any(f.weight is None for f in given) and any(f.weight is not None for f in given):
         raise DataError("data.mix: give every source a weight, or none (then each counts by its size)")
+    if any(f.weight is None and p.texts for f, p in zip(given, parts, strict=True)):
+        raise DataError("data.mix: the size of a source with stream: true is not known; give every source a weight")
     exact = [w * MIX / sum(weights) for w in weights]
     out = [int(e) for e in exact]
     for k in sorted(range(len(out)), key=lambda k: out[k] - exact[k])[: MIX - sum(out)]:
@@ -92,5 +104,6 @@ def quotas(given: Sequence[From], parts: Sequence[Part]) -> tuple[int, ...]:
 
 
 def passes(source: Source, samples: int) -> list[float]:
-    """How often `samples` training samples go through each part."""
-    return [samples * q / MIX / max(1, p.train) for q, p in zip(source.quotas, source.parts, strict=True)]
+    """How often `samples` training samples go through each part, 0 where nobody knows how long it is."""
+    parts = zip(source.quotas, source.parts, strict=True)
+    return [0.0 if p.texts else samples * q / MIX / max(1, p.train) for q, p in parts]

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from . import manifest, tokenizer
-from .batches import batch
 from .config import DataConfig, Part, Source, stride
 from .order import passes
 from .sequences import count_documents, describe
 from .sources import open_source
+from .streaming import Reader
 from .tokenizer import Tokenizer
 from .tokens import edges
 
@@ -29,15 +29,27 @@ def show(cfg: DataConfig, samples: int, whole: bool = False) -> Iterator[str]:
             yield from _part(source, part, kind)
     for part, quota, times in zip(source.parts, source.quotas, passes(source, cfg.steps * cfg.batch), strict=True):
         share = f"{quota / sum(source.quotas):.1%} of the samples, " if len(source.parts) > 1 else ""
-        yield f"{part.name}: {share}read {times:.3g} times in {cfg.steps:,} steps"
+        often = "read as the run goes on" if part.texts else f"read {times:.3g} times in {cfg.steps:,} steps"
+        yield f"{part.name}: {share}{often}"
     yield from source.notes
     if whole:
         yield from _whole(source)
-    for sample in range(min(samples, source.train)):
-        yield from _sample(source, used, sample)
+    steps = -(-(samples if source.streams else min(samples, source.train)) // cfg.batch)
+    reader = Reader(source, range(cfg.batch))
+    for step in range(steps):
+        whole_batch = reader.read(step)
+        for row in range(min(cfg.batch, samples - step * cfg.batch)):
+            yield f"sample {step * cfg.batch + row} (step {step + 1}, row {row}):"
+            yield from _sample(cfg, used, {k: v[row].tolist() for k, v in whole_batch.items()})
+    yield from reader.notes()
 
 
 def _part(source: Source, part: Part, kind: str) -> Iterator[str]:
+    if part.texts is not None:
+        size = sum(part.texts.sizes)
+        many = "" if min(part.texts.sizes) < 0 else f", {size / 1e6:,.1f} MB"
+        yield f"{kind}: {part.name}: {len(part.texts.files):,} files{many}"
+        return
     if part.stream is None:
         yield f"{kind}: {part.name}: {part.train:,} sequences drawn from a hash"
         return
@@ -92,12 +104,8 @@ def _whole(source: Source) -> Iterator[str]:
                 yield f"{prefix}: every byte is as packed (sha256)"
 
 
-def _sample(source: Source, used: Tokenizer, sample: int) -> Iterator[str]:
+def _sample(cfg: DataConfig, used: Tokenizer, out: dict[str, list[int]]) -> Iterator[str]:
     """A sequence in runs of tokens that belong together: of one document, and all targets or none."""
-    cfg = source.cfg
-    step, row = divmod(sample, cfg.batch)
-    out = {k: v[0].tolist() for k, v in batch(source, step, [row]).items()}
-    yield f"sample {sample} (step {step + 1}, row {row}):"
     tokens, labels = out["tokens"], out["labels"]
     masked = cfg.objective == "masked"
     group = out["types"] if masked else out["start"]

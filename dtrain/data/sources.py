@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .. import rng
-from . import documents, encode, manifest, sequences, tokenizer, tokens
-from .config import SYNTHETIC_TOKENS, DataConfig, From, Part, Source, length, periods, stride
+from . import documents, manifest, sequences, texts, tokenizer, tokens
+from .config import SYNTHETIC_TOKENS, DataConfig, From, Part, Source, Texts, length, periods, stride
 from .documents import Faults
 from .errors import DataError
 from .masking import Special
@@ -28,7 +27,6 @@ from .tokens import Shard, Stream
 
 SOURCES = ("stdlib", "synthetic", *documents.KINDS, "megatron", "tokens")
 HASHED = 32 << 20  # arrays over twice this are hashed by their first and last HASHED bytes
-IN_MEMORY = 256 << 20  # bytes of text that are tokenised when a run starts; more has to be packed first
 
 
 def synthetic(cfg: DataConfig, begin: int, ordinary: int) -> Tensor:
@@ -44,7 +42,7 @@ def synthetic(cfg: DataConfig, begin: int, ordinary: int) -> Tensor:
 def open_source(cfg: DataConfig) -> Source:
     """Find, check and map the corpora. Raises DataError in one line when they cannot serve the run."""
     _check(cfg)
-    given = cfg.mix or (From(cfg.source, cfg.paths, cfg.field, cfg.dtype),)
+    given = cfg.mix or (From(cfg.source, cfg.paths, cfg.field, cfg.dtype, cfg.stream),)
     mine = tokenizer.load(cfg.tokenizer)
     special, faults = _special(cfg, mine, given), Faults(cfg.bad == "skip")
     parts: list[Part] = []
@@ -57,7 +55,7 @@ def open_source(cfg: DataConfig) -> Source:
     if cfg.valid_paths:
         kind = given[0].source if given[0].source not in ("stdlib", "synthetic") else "text"
         whole = replace(cfg, split="blocks", validation=0.0)
-        part, _ = _open(whole, replace(given[0], source=kind, paths=cfg.valid_paths), mine, faults, notes)
+        part, _ = _open(whole, replace(given[0], source=kind, paths=cfg.valid_paths, stream=False), mine, faults, notes)
         apart = [part]
     apart = [_all_held_out(cfg, part) for part in apart]
     continues = None
@@ -79,6 +77,16 @@ def _check(cfg: DataConfig) -> None:
     for name in [f.source for f in cfg.mix] or [cfg.source]:
         if name not in SOURCES:
             raise DataError(f"data.source: {name!r} is unknown; the sources are {', '.join(SOURCES)}")
+    for f in cfg.mix or [From(cfg.source, stream=cfg.stream)]:
+        if f.stream and f.source not in documents.KINDS:
+            raise DataError(f"data.stream: is for texts ({', '.join(documents.KINDS)}), not for source {f.source!r}")
+        if f.stream and f.epochs is not None:
+            raise DataError("data.mix.epochs: how long a source with stream: true is, nobody knows; leave epochs out")
+        if f.stream and cfg.validation and not cfg.valid_paths:
+            raise DataError(
+                "data.validation: nothing can be held out of what is read as the run goes on; give files of their own, "
+                "validation: {path: ...} (dtrain data pack --hold-out makes some), or fraction: 0"
+            )
     if not 0 <= cfg.validation < 1:
         raise DataError(f"data.validation: {cfg.validation} must be a fraction from 0 to below 1")
     masked = cfg.objective == "masked"
@@ -113,7 +121,9 @@ def _open(cfg: DataConfig, f: From, mine: Tokenizer, faults: Faults, notes: list
     name = f"{f.source} ({', '.join(f.paths)})" if f.paths else f.source
     if f.source == "synthetic":
         digest = hashlib.sha256(f"synthetic {_special(cfg, mine, [f]).ordinary}".encode()).hexdigest()
-        return _part(cfg, name, None, digest, 0), None
+        return cut(cfg, name, None, digest, 0), None
+    if f.stream:
+        return _streamed(cfg, f, mine, name), None
     if f.source in ("megatron", "tokens"):
         shards = [_token_shard(cfg, f, path, mine, notes) for path in _prefixes(f)]
         eos = cfg.eos if type(cfg.eos) is int else _eos_of(shards)
@@ -121,16 +131,38 @@ def _open(cfg: DataConfig, f: From, mine: Tokenizer, faults: Faults, notes: list
         if cfg.packing != "concat" or cfg.document_mask:
             sequences_need_documents(made)
         known = sum(m.words for _, m in shards if m is not None)
-        return _part(cfg, name, made, _sampled_hash(made), known), None
+        return cut(cfg, name, made, _sampled_hash(made), known), None
     if mine.name == "bytes":
-        needed = 256 + (len(tokenizer.BERT) if cfg.objective == "masked" else 0)
-        made, held, words = _byte_streams(cfg, f, mine, faults)
-        _check_bytes(cfg, made, needed)
+        made, held, words = texts.byte_streams(cfg, f, mine, faults)
+        texts.check_bytes(cfg, made)
     else:
         tokenizer.check_vocab(mine, cfg.vocab, cfg.objective)
-        made, held, words = _tokenised(cfg, f, mine, faults)
-    part = _part(cfg, name, made, _hash(made), words[0])
-    return part, (_part(cfg, name, held, _hash(held), words[1]) if held is not None else None)
+        made, held, words = texts.tokenised(cfg, f, mine, faults)
+    part = cut(cfg, name, made, _hash(made), words[0])
+    return part, (cut(cfg, name, held, _hash(held), words[1]) if held is not None else None)
+
+
+def _streamed(cfg: DataConfig, f: From, mine: Tokenizer, name: str) -> Part:
+    """Texts that are read as the run goes on. Their names, sizes and beginnings tell whether they are the same."""
+    if mine.name == "bytes":
+        texts.check_bytes(cfg, None)
+    else:
+        tokenizer.check_vocab(mine, cfg.vocab, cfg.objective)
+    bos, eos = (
+        tokenizer.token(mine, asked, what) for asked, what in ((cfg.bos, "bos"), (texts.by_name(cfg.eos), "eos"))
+    )
+    files = documents.files(f.paths, f.source)
+    sizes = [documents.size(path) for path in files]
+    h = hashlib.sha256(f"stream {f.source} {mine.hash}".encode())
+    for path, n in zip(files, sizes, strict=True):
+        h.update(f"{os.path.basename(path)} {n} ".encode())
+        if n >= 0:
+            with open(path, "rb") as file:
+                h.update(file.read(1 << 12))
+    key = f.field or ("messages" if cfg.chat else "text")
+    next(iter(documents.records(f.source, files[0], key, Faults(cfg.bad == "skip"))), None)  # what is wrong is told now
+    read = Texts(replace(f, field=key), tuple(files), tuple(sizes), mine, bos, eos)
+    return Part(name, None, None, 0, 0, 1, 0, 0, h.hexdigest(), texts=read)
 
 
 def sequences_need_documents(made: Stream) -> None:
@@ -139,7 +171,8 @@ def sequences_need_documents(made: Stream) -> None:
         tokens.edges(shard, 0, min(1, shard.tokens.size), made.eos)
 
 
-def _part(cfg: DataConfig, name: str, made: Stream | None, digest: str, words: int) -> Part:
+def cut(cfg: DataConfig, name: str, made: Stream | None, digest: str, words: int) -> Part:
+    """A corpus in sequences, of which some are held out."""
     if cfg.packing == "concat" or made is None:
         overlap = length(cfg) - stride(cfg)
         total = max(0, (made.tokens if made else SYNTHETIC_TOKENS) - overlap)
@@ -168,9 +201,9 @@ def _all_held_out(cfg: DataConfig, part: Part) -> Part:
 def _check_size(source: Source, given: Sequence[From]) -> None:
     cfg = source.cfg
     for part in source.parts:
-        if part.train == 0 and len(source.parts) > 1:
+        if part.train == 0 and len(source.parts) > 1 and not part.texts:
             raise DataError(f"data.mix: {part.name} has no sequence of data.seq {cfg.seq} to train on; leave it out")
-    if source.train < cfg.batch:
+    if source.train < cfg.batch and not source.streams:
         where = f" ({', '.join(cfg.paths)})" if cfg.paths else ""
         raise DataError(
             f"data.batch: {cfg.batch} sequences a step, but the {source.tokens:,} tokens of "
@@ -183,113 +216,6 @@ def _check_size(source: Source, given: Sequence[From]) -> None:
                 f"data.mix: {part.name} would be read {times:.2f} times in {cfg.steps:,} steps, but its epochs is "
                 f"{f.epochs:g}; lower its weight or run.steps, or raise it"
             )
-
-
-# ------------------------------------------------------------------------------------------------ texts
-
-
-def _by_share(cfg: DataConfig, share: float) -> bool:
-    return cfg.split == "documents" and not cfg.valid_paths and share < cfg.validation
-
-
-def _records(cfg: DataConfig, f: From, faults: Faults) -> Iterable[tuple[str, Iterable[tuple[str, Any]]]]:
-    if f.source == "stdlib":
-        for where, content in documents.stdlib():
-            yield where, [(where, content)]
-        return
-    key = f.field or ("messages" if cfg.chat else "text")
-    for path in documents.files(f.paths, f.source):
-        yield path, documents.records(f.source, path, key, faults)
-
-
-def _byte_streams(
-    cfg: DataConfig, f: From, mine: Tokenizer, faults: Faults
-) -> tuple[Stream, Stream | None, tuple[int, int]]:
-    """Bytes as tokens, with a 0 between documents unless `data.eos` is false; plain files are mapped."""
-    gap = 0 if cfg.eos is False else 1
-    shards: tuple[list[Shard], list[Shard]] = ([], [])
-    words = [0, 0]
-    whole = cfg.split == "blocks" or bool(cfg.valid_paths)
-    if f.source == "text" and whole and not cfg.chat and not cfg.stride:
-        for path in documents.files(f.paths, f.source):
-            if "://" in path or path.endswith((".gz", ".zst")):
-                ((_, content),) = documents.records("text", path, "", faults)
-                array: Any = np.frombuffer(content, np.uint8)
-            else:
-                array = _map(path)
-            faults.counts["empty"] += not array.size
-            shards[0].append(Shard(path, array, np.zeros(1, np.int64)))
-        return tokens.stream(shards[0], gap), None, (0, 0)
-    for path, found in _records(cfg, f, faults):
-        texts: tuple[list[encode.Encoded], list[encode.Encoded]] = ([], [])
-        for d in encode.encode(found, mine, None, None, cfg.chat, faults):
-            held_out = _by_share(cfg, d.share)
-            texts[held_out].append(d)
-            words[held_out] += d.words
-        for side, of_it in enumerate(texts):
-            shards[side].append(_flat(path, of_it, "u1", gap))
-    held = None if whole else tokens.stream(shards[1], gap)
-    return tokens.stream(shards[0], gap), held, (words[0], words[1])
-
-
-def _map(path: str) -> Any:
-    try:
-        return np.memmap(path, np.uint8, "r") if os.path.getsize(path) else np.zeros(0, np.uint8)
-    except OSError as e:
-        raise DataError(f"data.path: {path!r} cannot be read: {e.strerror}") from e
-
-
-def _tokenised(
-    cfg: DataConfig, f: From, mine: Tokenizer, faults: Faults
-) -> tuple[Stream, Stream | None, tuple[int, int]]:
-    """Texts tokenised now, into memory."""
-    bos, eos = (tokenizer.token(mine, asked, what) for asked, what in ((cfg.bos, "bos"), (_words(cfg.eos), "eos")))
-    sides: tuple[list[encode.Encoded], list[encode.Encoded]] = ([], [])
-    size = 0
-    for _, found in _records(cfg, f, faults):
-        for d in encode.encode(found, mine, bos, eos, cfg.chat, faults):
-            sides[_by_share(cfg, d.share)].append(d)
-            size += d.size
-            if size > IN_MEMORY:
-                raise DataError(
-                    f"data.path: more than {IN_MEMORY >> 20} MiB of text; tokenise it once, with `dtrain data pack "
-                    f"'{' '.join(f.paths)}' OUT tokenizer={cfg.tokenizer}`, and use source: megatron, path: OUT"
-                )
-    kind = manifest.dtype_for(mine.size)
-    train, held = (tokens.stream([_flat(f.source, side, kind, 0)], eos=eos) for side in sides)
-    words = (sum(d.words for d in sides[0]), sum(d.words for d in sides[1]))
-    return train, (held if cfg.split == "documents" and not cfg.valid_paths else None), words
-
-
-def _words(asked: bool | str | int) -> bool | str:
-    if type(asked) is int:
-        raise DataError(f"data.eos: {asked}; a number is for source: tokens; give true, false or a token's name")
-    return asked  # type: ignore[return-value]
-
-
-def _flat(name: str, found: Sequence[encode.Encoded], dtype: str, gap: int) -> Shard:
-    """Documents one after another in one array, `gap` zeros between them."""
-    found = [d for d in found if d.ids.size]
-    sizes = np.array([d.ids.size + gap for d in found], np.int64)
-    starts = np.cumsum(sizes) - sizes
-    flat = np.zeros(max(0, int(sizes.sum()) - gap), dtype)
-    learn = np.ones(len(flat), np.uint8) if any(d.learn is not None for d in found) else None
-    for at, d in zip(starts.tolist(), found, strict=True):
-        flat[at : at + d.ids.size] = d.ids
-        if learn is not None and d.learn is not None:
-            learn[at : at + d.ids.size] = d.learn
-    return Shard(name, flat, starts, learn=learn)
-
-
-def _check_bytes(cfg: DataConfig, made: Stream, needed: int) -> None:
-    # Ids outside the model's table would be silent zeros or a device assert far from the cause.
-    if cfg.vocab < needed:
-        highest = max((int(s.tokens.max()) for s in made.shards), default=0)
-        extra = f" and {', '.join(tokenizer.BERT)}" if needed > 256 else ""
-        raise DataError(
-            f"model.vocab: {cfg.vocab} is smaller than the {needed} ids of the byte tokeniser "
-            f"(256 bytes{extra}; the highest id in the data is {highest}); set at least {needed}"
-        )
 
 
 # ------------------------------------------------------------------------------------------------ token files

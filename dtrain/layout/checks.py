@@ -18,7 +18,7 @@ from dtrain.axes import ParamTree
 from dtrain.layout.derived import data_parallel, family, lengths, stages
 from dtrain.layout.errors import at, divisors, fail, listed, show_dims
 from dtrain.layout.reader import show
-from dtrain.layout.schema import FILES, Layout, Run
+from dtrain.layout.schema import FILES, STREAMS, Data, Layout, Mixed, Run
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -66,7 +66,7 @@ def check_run(layout: Layout) -> None:
 def _check_data(layout: Layout) -> None:
     data = layout.data
     if data.mix:
-        for key in ("source", "path", "field", "dtype"):
+        for key in ("source", "path", "field", "dtype", "stream"):
             if f"data.{key}" in layout._where:
                 fail(layout, f"data.{key}", "is written for each source of data.mix; remove it here")
     sources = {f"data.mix.{i}": (m.source, m.path) for i, m in enumerate(data.mix)}
@@ -76,6 +76,23 @@ def _check_data(layout: Layout) -> None:
         if source not in FILES and path:
             use = f"text or jsonl (or {', '.join(FILES[2:])})"
             fail(layout, f"{key}.path", f"{show(path)}; source {source} reads no files; use source: {use}")
+    given_by_key: dict[str, Mixed | Data] = {f"data.mix.{i}": m for i, m in enumerate(data.mix)} or {"data": data}
+    streams = {key: given for key, given in given_by_key.items() if given.stream}
+    for key, given in streams.items():
+        if given.source not in STREAMS:
+            fail(layout, f"{key}.stream", f"true; is for texts ({', '.join(STREAMS)}), not for source {given.source}")
+        if data.validation.fraction and not data.validation.path:
+            fail(
+                layout,
+                "data.validation.fraction",
+                f"{data.validation.fraction:g}; nothing can be held out of what is read as the run goes on "
+                f"({key}.stream: true): give files of their own, validation: {{path: ...}}, or write fraction: 0",
+            )
+        if isinstance(given, Mixed) and (given.epochs is not None or given.weight is None):
+            what, do = ("epochs", "leave it out") if given.epochs is not None else ("weight", "give every source one")
+            fail(layout, f"{key}.{what}", f"{show(getattr(given, what))}; how long a stream is, nobody knows; {do}")
+    if "data.shuffle" in layout._where and not streams:
+        fail(layout, "data.shuffle", f"{data.shuffle}; is for stream: true; what can be indexed is shuffled whole")
     if data.validation.stride and not data.validation.path:
         fail(
             layout, "data.validation.stride", f"{data.validation.stride}; needs data.validation.path, a text of its own"

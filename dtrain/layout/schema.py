@@ -191,7 +191,8 @@ class Optim(Section):
 
 
 Paths = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
-FILES = ("text", "jsonl", "parquet", "arrow", "megatron", "tokens")  # sources that read files
+STREAMS = ("text", "jsonl", "parquet", "arrow")  # sources of texts, which can be read as the run goes on
+FILES = (*STREAMS, "megatron", "tokens")  # sources that read files
 SourceName = Literal["stdlib", "synthetic", "text", "jsonl", "parquet", "arrow", "megatron", "tokens"]
 TokenType = Literal["uint8", "uint16", "int16", "int32", "uint32", "int64"]
 
@@ -217,6 +218,7 @@ class Mixed(Section):
     path: Paths = ()
     field: str | None = None
     dtype: TokenType = "uint16"
+    stream: bool = False
     weight: Positive | None = None
     epochs: Positive | None = None
 
@@ -244,6 +246,8 @@ class Data(Section):
     document_mask: bool = False
     masking: Masking = Masking()
     bad: Literal["error", "skip"] = "error"
+    stream: bool = False
+    shuffle: Whole = 1024
 
 
 class LossScale(Section):

@@ -1,0 +1,134 @@
+"""Texts that are tokenised when a run starts: into memory, or mapped where their bytes are the tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from . import documents, encode, manifest, tokenizer, tokens
+from .config import DataConfig, From
+from .documents import Faults
+from .errors import DataError
+from .tokenizer import Tokenizer
+from .tokens import Shard, Stream
+
+IN_MEMORY = 256 << 20  # bytes of text that are tokenised when a run starts; more has to be packed first
+
+
+def _by_share(cfg: DataConfig, share: float) -> bool:
+    return cfg.split == "documents" and not cfg.valid_paths and share < cfg.validation
+
+
+def _records(cfg: DataConfig, f: From, faults: Faults) -> Iterable[tuple[str, Iterable[tuple[str, Any]]]]:
+    if f.source == "stdlib":
+        for where, content in documents.stdlib():
+            yield where, [(where, content)]
+        return
+    key = f.field or ("messages" if cfg.chat else "text")
+    for path in documents.files(f.paths, f.source):
+        yield path, documents.records(f.source, path, key, faults)
+
+
+def byte_streams(
+    cfg: DataConfig, f: From, mine: Tokenizer, faults: Faults
+) -> tuple[Stream, Stream | None, tuple[int, int]]:
+    """Bytes as tokens, with a 0 between documents unless `data.eos` is false; plain files are mapped."""
+    gap = 0 if cfg.eos is False else 1
+    shards: tuple[list[Shard], list[Shard]] = ([], [])
+    words, size = [0, 0], 0
+    whole = cfg.split == "blocks" or bool(cfg.valid_paths)
+    if f.source == "text" and whole and not cfg.chat and not cfg.stride:
+        for path in documents.files(f.paths, f.source):
+            if "://" in path or path.endswith((".gz", ".zst")):
+                ((_, content),) = documents.records("text", path, "", faults)
+                array: Any = np.frombuffer(content, np.uint8)
+            else:
+                array = _map(path)
+            faults.counts["empty"] += not array.size
+            shards[0].append(Shard(path, array, np.zeros(1, np.int64)))
+        return tokens.stream(shards[0], gap), None, (0, 0)
+    for path, found in _records(cfg, f, faults):
+        texts: tuple[list[encode.Encoded], list[encode.Encoded]] = ([], [])
+        for d in encode.encode(found, mine, None, None, cfg.chat, faults):
+            size = _bounded(cfg, f, size + d.size)
+            held_out = _by_share(cfg, d.share)
+            texts[held_out].append(d)
+            words[held_out] += d.words
+        for side, of_it in enumerate(texts):
+            shards[side].append(flat(path, of_it, "u1", gap))
+    held = None if whole else tokens.stream(shards[1], gap)
+    return tokens.stream(shards[0], gap), held, (words[0], words[1])
+
+
+def _map(path: str) -> Any:
+    try:
+        return np.memmap(path, np.uint8, "r") if os.path.getsize(path) else np.zeros(0, np.uint8)
+    except OSError as e:
+        raise DataError(f"data.path: {path!r} cannot be read: {e.strerror}") from e
+
+
+def tokenised(
+    cfg: DataConfig, f: From, mine: Tokenizer, faults: Faults
+) -> tuple[Stream, Stream | None, tuple[int, int]]:
+    """Texts tokenised now, into memory."""
+    bos, eos = (tokenizer.token(mine, asked, what) for asked, what in ((cfg.bos, "bos"), (by_name(cfg.eos), "eos")))
+    sides: tuple[list[encode.Encoded], list[encode.Encoded]] = ([], [])
+    size = 0
+    for _, found in _records(cfg, f, faults):
+        for d in encode.encode(found, mine, bos, eos, cfg.chat, faults):
+            sides[_by_share(cfg, d.share)].append(d)
+            size = _bounded(cfg, f, size + d.size)
+    kind = manifest.dtype_for(mine.size)
+    train, held = (tokens.stream([flat(f.source, side, kind, 0)], eos=eos) for side in sides)
+    words = (sum(d.words for d in sides[0]), sum(d.words for d in sides[1]))
+    return train, (held if cfg.split == "documents" and not cfg.valid_paths else None), words
+
+
+def _bounded(cfg: DataConfig, f: From, size: int) -> int:
+    """The bytes of text so far. Raises DataError where they are too many to be kept in memory."""
+    if size > IN_MEMORY:
+        raise DataError(
+            f"data.path: more than {IN_MEMORY >> 20} MiB of text; tokenise it once, with `dtrain data pack "
+            f"'{' '.join(f.paths)}' OUT tokenizer={cfg.tokenizer}`, and use source: megatron, path: OUT; "
+            "or read it as the run goes on, with stream: true"
+        )
+    return size
+
+
+def by_name(asked: bool | str | int) -> bool | str:
+    if type(asked) is int:
+        raise DataError(f"data.eos: {asked}; a number is for source: tokens; give true, false or a token's name")
+    return asked  # type: ignore[return-value]
+
+
+def flat(name: str, found: Sequence[encode.Encoded], dtype: str, gap: int) -> Shard:
+    """Documents one after another in one array, `gap` zeros between them."""
+    found = [d for d in found if d.ids.size]
+    sizes = np.array([d.ids.size + gap for d in found], np.int64)
+    starts = np.cumsum(sizes) - sizes
+    out = np.zeros(max(0, int(sizes.sum()) - gap), dtype)
+    learn = np.ones(len(out), np.uint8) if any(d.learn is not None for d in found) else None
+    for at, d in zip(starts.tolist(), found, strict=True):
+        out[at : at + d.ids.size] = d.ids
+        if learn is not None and d.learn is not None:
+            learn[at : at + d.ids.size] = d.learn
+    return Shard(name, out, starts, learn=learn)
+
+
+def check_bytes(cfg: DataConfig, made: Stream | None) -> None:
+    """Whether the model's table has an id for every byte (and for the marks of a masked model). Raises DataError."""
+    # Ids outside the model's table would be silent zeros or a device assert far from the cause.
+    masked = cfg.objective == "masked"
+    needed = 256 + (len(tokenizer.BERT) if masked else 0)
+    if cfg.vocab < needed:
+        highest = max((int(s.tokens.max()) for s in made.shards), default=0) if made else None
+        extra = (f" and {', '.join(tokenizer.BERT)}" if masked else "") + (
+            f"; the highest id in the data is {highest}" if highest is not None else ""
+        )
+        raise DataError(
+            f"model.vocab: {cfg.vocab} is smaller than the {needed} ids of the byte tokeniser "
+            f"(256 bytes{extra}); set at least {needed}"
+        )
