@@ -28,6 +28,7 @@ from typing import Any
 
 from dtrain import layout as layouts
 from dtrain import watch
+from dtrain.grace import grace
 from dtrain.layout import Layout
 from dtrain.rank import Rank
 
@@ -310,10 +311,21 @@ def _handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
             signal.signal(number, old)
 
 
-def _perform(work: Work, layout: Layout, seat: Seat, folder: Path, quiet: bool) -> int:
-    """Do the work of one rank; its heartbeat, and its report if it fails, go to `folder`. Returns an exit
-    code."""
+def _perform(
+    work: Work, layout: Layout, seat: Seat, folder: Path, quiet: bool, leave: Callable[[], None] | None = None
+) -> int:
+    """Do the work of one rank; its heartbeat, and its report if it fails, go to `folder`. Returns an exit code; where
+    `run.grace` has passed since a signal, it ends this process after `leave` has told why."""
     asked: list[int] = []
+
+    def late(number: int) -> None:
+        watch.write_report(folder, _too_late(layout, seat.rank, number))
+        if leave is not None:
+            leave()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(FAILED)
+
     memory = watch.heart(folder, seat.rank)
 
     def on_signal(number: int, frame: Any) -> None:
@@ -327,7 +339,7 @@ def _perform(work: Work, layout: Layout, seat: Seat, folder: Path, quiet: bool) 
         faulthandler.enable(stack)
         faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
     try:
-        with _handled(on_signal):
+        with _handled(on_signal), grace(layout.run.grace, SIGNALS, late):
             if hasattr(signal, "pthread_sigmask"):
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             rank = _rank(layout, seat, folder, lambda: bool(asked), watch.beater(memory))
@@ -339,6 +351,18 @@ def _perform(work: Work, layout: Layout, seat: Seat, folder: Path, quiet: bool) 
         watch.write_report(folder, watch.report(seat.rank, error))
         return FAILED
     return 128 + asked[0] if asked else FINISHED
+
+
+def _too_late(layout: Layout, rank: int, number: int) -> watch.Report:
+    """Why a run leaves without its last checkpoint; every rank says the same."""
+    from dtrain import checkpoint
+
+    folder = Path(layout.run.folder or ".")
+    last = checkpoint.latest(folder)
+    left = "there is none" if last is None else f"the newest is {folder / f'step-{last}'}"
+    name = signal.Signals(number).name
+    line = f"left {layout.run.grace:g} s after {name} (run.grace) without a last checkpoint; {left}"
+    return watch.Report(rank, time.monotonic(), "user", line)
 
 
 def _rank(
@@ -366,9 +390,17 @@ def _rank(
 def _alone(layout: Layout, quiet: bool, work: Work) -> int:
     with tempfile.TemporaryDirectory(prefix="dtrain-") as name:
         folder = Path(name)
-        code = _perform(work, layout, Seat(0, 1, 0, "alone", ""), folder, quiet)
-        if code == FAILED:
+
+        def tell() -> None:
             _tell(layout, folder, watch.reports(folder), {})
+
+        def leave() -> None:
+            tell()
+            shutil.rmtree(folder, ignore_errors=True)
+
+        code = _perform(work, layout, Seat(0, 1, 0, "alone", ""), folder, quiet, leave)
+        if code == FAILED:
+            tell()
         return code
 
 
@@ -584,11 +616,15 @@ def _one_of_many(layout: Layout, seat: Seat, quiet: bool, work: Work) -> int:
     (folder / f"rank{seat.rank}.json").unlink(missing_ok=True)
     if seat.local_rank == 0:
         threading.Thread(target=_guard, args=(layout, seat, folder), name="guard", daemon=True).start()
+
+    def tell() -> None:
+        _tell(layout, folder, _to_tell(folder, seat.rank, _limits(layout)), {})
+        _end_others(folder, seat.rank)
+
     with _handled(lambda number, frame: None):  # torchrun asks to end as soon as one rank has
-        code = _perform(work, layout, seat, folder, quiet)
+        code = _perform(work, layout, seat, folder, quiet, tell)
         if code == FAILED:
-            _tell(layout, folder, _to_tell(folder, seat.rank, _limits(layout)), {})
-            _end_others(folder, seat.rank)
+            tell()
             sys.stdout.flush()
             os._exit(code)  # not through destructors that wait for peers
     if seat.local_rank == 0:

@@ -96,11 +96,11 @@ def train(layout: Layout, rank: Rank, *, quiet: bool) -> None:
         for note in source.notes:
             say(log, note)
         r = prepare(plan, rank, source, log, entered, record)
-        with torch.no_grad():
+        with torch.no_grad(), checkpoint.open_saver(save_config(r)) as saver:
             if not done and (path := start_of(layout)):
                 say(log, f"weights of {path}")
             state = restore(r, done) if done else initialise(r)
-            loop(r, state, log, done, record)
+            loop(r, state, saver, log, done, record)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -344,7 +344,7 @@ def _state(r: Run, masters: dict[str, Tensor]) -> State:
 # --------------------------------------------------------------------------------------------------------- the loop
 
 
-def loop(r: Run, state: State, log: Log, done: int, record: Record | None) -> None:
+def loop(r: Run, state: State, saver: checkpoint.Saver, log: Log, done: int, record: Record | None) -> None:
     """Steps done + 1 to run.steps, or until a signal asks to stop."""
     lay = r.layout
     skipped = record.skipped if record else 0
@@ -352,7 +352,7 @@ def loop(r: Run, state: State, log: Log, done: int, record: Record | None) -> No
     held_out = HeldOut(r)
     clock = Clock(r)
     trace = Trace(r)
-    saved = done
+    stopping = lambda: r.rank.stopping() or saver.failed  # noqa: E731
     report = None
     if lay.run.eval_every and not done:
         with clock.paused():
@@ -363,7 +363,7 @@ def loop(r: Run, state: State, log: Log, done: int, record: Record | None) -> No
             step, empty = training_step(r, number, state)
             reports: list[Report] = []
             lr = optim.lr_at(r.schedule, number)
-            update = make_update(r.program, r.place, state, r.config, lr, r.rank.stopping, reports.append)
+            update = make_update(r.program, r.place, state, r.config, lr, stopping, reports.append)
             run(r.steps, state.weights, dataclasses.replace(step, update=update))
         report = reports[0]
         if empty:
@@ -385,18 +385,18 @@ def loop(r: Run, state: State, log: Log, done: int, record: Record | None) -> No
         if last or (lay.run.save_every and number % lay.run.save_every == 0):
             with clock.paused():
                 now = Record(number, as_dict(lay), r.source.hash, skipped, valid, cursors=r.reader.cursors(number - 1))
-                path = save(r, state, now)
-                say(log, f"step {number}/{lay.run.steps}  saved {path}")
-                saved = number
+                save(r, saver, state, now, bool(last))
+        for of, line in saver.news():
+            say(log, f"step {of}/{lay.run.steps}  {line}")
         if report.stop:
             break
     trace.close()
     r.batches.close()
-    assert report is not None and saved
+    assert report is not None
     memory = peak_memory(r)
-    said = summary(r, saved, report, valid, skipped, clock, memory)
+    said = summary(r, number, report, valid, skipped, clock, memory)
     if log.cfg.writes:
-        said[-1:-1] = [f"  {line}" for line in predicted(r, log, saved, clock, memory)]
+        said[-1:-1] = [f"  {line}" for line in predicted(r, log, number, clock, memory)]
     say(log, "\n".join(said))
 
 
@@ -504,7 +504,14 @@ def kept(r: Run) -> str:
     return "There is no checkpoint yet" if last is None else f"The last good state is {r.folder / f'step-{last}'}"
 
 
-def save(r: Run, state: State, record: Record) -> Path:
+def save_config(r: Run) -> checkpoint.SaveConfig:
+    run, group = r.layout.run, r.place.groups.get("save")
+    busy = None if run.background_save == "off" else run.background_save
+    keep = (run.keep.last, run.keep.every or 0) if run.keep else None
+    return checkpoint.SaveConfig(r.folder, r.rank.rank, r.rank.world, group, busy, keep, run.timeouts.save)
+
+
+def save(r: Run, saver: checkpoint.Saver, state: State, record: Record, last: bool) -> None:
     """Write a checkpoint, unless a weight is not finite (as after a far too high learning rate)."""
     r.rank.beat(record.step, "save")
     bad = [k for k, v in state.weights.masters.items() if not bool(torch.isfinite(v).all())]
@@ -513,8 +520,7 @@ def save(r: Run, state: State, record: Record) -> Path:
         raise RunError(
             f"step {record.step}: parameter {found[0][0]} is not finite after the update, not saved. {kept(r)}"
         )
-    mine = checkpoint.pieces(r.program, r.place, state)
-    return checkpoint.save(r.folder, record, mine, r.rank.rank, r.rank.world, r.place.groups.get("save"))
+    saver.save(record, checkpoint.pieces(r.program, r.place, state), last)
 
 
 # ------------------------------------------------------------------------------------------------ what a run tells

@@ -49,6 +49,8 @@ def loop(layout: Layout, rank: Rank, *, quiet: bool) -> None:
     fault, _, who = os.environ.get("FAULT", "").partition(":")
     mine = who == str(rank.rank)
     rank.beat(0, "start")
+    if rank.world == 1:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
     dist.init_process_group("gloo", timeout=timedelta(seconds=float(os.environ.get("PATIENCE", "60"))))
     Path(layout.run.folder or "").mkdir(exist_ok=True)
     for step in range(1, layout.run.steps + 1):
@@ -65,7 +67,7 @@ def loop(layout: Layout, rank: Rank, *, quiet: bool) -> None:
                 os._exit(7)
             if fault == "sleep":
                 time.sleep(600)
-            if fault == "term":
+            if fault in ("term", "linger"):
                 os.kill(os.getpid(), signal.SIGTERM)
         rank.beat(step, "REDUCE(1)")
         if mine and step == 3 and fault == "sleep-late":
@@ -76,6 +78,8 @@ def loop(layout: Layout, rank: Rank, *, quiet: bool) -> None:
         if flag.item():
             break
     rank.beat(step, "save")
+    if mine and fault == "linger":  # over its last checkpoint
+        threading.Event().wait(600)
     Path(layout.run.folder or "", f"rank{rank.rank}.step").write_text(str(step))
     dist.destroy_process_group()
 
@@ -415,7 +419,8 @@ def start(
 ) -> int:
     monkeypatch.setenv("FAULT", fault)
     monkeypatch.setenv("PATIENCE", str(patience))
-    return launch.start(layout_file(tmp_path, world, limit=limit), [], True, loop)
+    grace = 1 if fault.startswith("linger") else 60
+    return launch.start(layout_file(tmp_path, world, limit=limit), [f"run.grace={grace}"], True, loop)
 
 
 def steps(tmp_path: Path) -> list[str]:
@@ -442,6 +447,16 @@ def test_a_killed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: p
 def test_sigterm_to_one_rank_stops_all_at_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert start(tmp_path, monkeypatch, "term:1") == 143
     assert steps(tmp_path) == ["3", "3"]
+
+
+LEFT = "left 1 s after SIGTERM (run.grace) without a last checkpoint; there is none"
+
+
+def test_a_last_checkpoint_that_takes_longer_than_the_grace_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert start(tmp_path, monkeypatch, "linger:1") == launch.FAILED
+    assert capfd.readouterr().err.splitlines() == [LEFT]
 
 
 def test_a_rank_that_hangs_is_named(
@@ -498,14 +513,15 @@ import sys
 sys.path.insert(0, {tests!r})
 from test_launch import launch, loop
 if __name__ == "__main__":
-    sys.exit(launch.start({path!r}, [], True, loop))
+    sys.exit(launch.start({path!r}, ["run.grace={grace}"], True, loop))
 """
 
 
-def spawn(tmp_path: Path, fault: str, command: list[str], steps: int = 6) -> subprocess.Popen[str]:
+def spawn(tmp_path: Path, fault: str, command: list[str], steps: int = 6, world: int = 2) -> subprocess.Popen[str]:
     script = tmp_path / "script.py"
-    path = layout_file(tmp_path, 2, steps=steps)
-    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), path=path))
+    path = layout_file(tmp_path, world, steps=steps)
+    grace = 1 if fault.startswith("linger") else 60
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), path=path, grace=grace))
     return subprocess.Popen(
         [*command, str(script)],
         stdout=subprocess.PIPE,
@@ -578,6 +594,14 @@ def test_inside_torchrun(tmp_path: Path, fault: str, said: str) -> None:
     out = process.communicate(timeout=90)[0]
     ours = [line for line in out.splitlines() if re.match(r"rank \d", line)]
     assert ours == [said] if said else process.returncode == 0 and len(steps(tmp_path)) == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", [[sys.executable], TORCHRUN_COMMAND], ids=["alone", "torchrun"])
+def test_the_grace_time_of_one_process_and_inside_torchrun(tmp_path: Path, command: list[str]) -> None:
+    process = spawn(tmp_path, "linger:0", command, world=1 if command == [sys.executable] else 2)
+    lines = process.communicate(timeout=90)[0].splitlines()
+    assert [line for line in lines if line.startswith("left")] == [LEFT] and process.returncode == launch.FAILED
 
 
 def slow_start_and_save(layout: Layout, rank: Rank, *, quiet: bool) -> None:

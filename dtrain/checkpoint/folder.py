@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,6 +170,30 @@ def _set_aside(folder: Path, step: int, rank: int, world: int, group: Any) -> li
 def _aside(path: Path) -> Iterator[Path]:
     yield path.with_name(f"{path.name}.aside")
     yield from (path.with_name(f"{path.name}.aside-{n}") for n in range(2, 10**6))
+
+
+def prune(folder: Path, step: int, last: int, every: int) -> list[str]:
+    """Remove checkpoints older than `step`, which has just been written, all but the last ones (`last` with this one)
+    and those of each `every`-th step (0: no such). Returns what could not be removed, and why.
+
+    Damaged ones neither count nor go, nor does step 0, the weights that a run began with. A crash in between leaves a
+    `step-N.tmp`, which the next call removes.
+    """
+    older = [s for s in steps(folder) if 0 < s < step and not problems(folder / f"step-{s}", content=False)]
+    stay = {*older[max(0, len(older) - last + 1) :], *(s for s in older if every and s % every == 0)}
+    failed = []
+    for path in [folder / f"step-{old}" for old in older if old not in stay]:
+        try:
+            os.rename(path, path.with_suffix(".tmp"))
+        except OSError as error:
+            failed.append(f"{path} cannot be removed: {error.strerror}")
+    for path in sorted(folder.glob("step-*.tmp")):
+        if (m := _STEP.fullmatch(path.stem)) and int(m[1]) < step:
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                failed.append(f"{path} cannot be removed: {error.strerror}")
+    return failed
 
 
 def compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:

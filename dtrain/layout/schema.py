@@ -270,6 +270,11 @@ class Timeouts(Section):
     save: Positive = 1800.0
 
 
+class Keep(Section):
+    last: Count
+    every: Count | None = None
+
+
 class RematBudget(Section):
     """Bytes that a rank may keep from forwards to backwards."""
 
@@ -298,7 +303,10 @@ class Run(Section):
     ] = "selective"
     compile: Literal["on", "off", "auto"] = "auto"
     save_every: Count | None = None
+    background_save: Literal["off", "wait", "skip"] = "off"
+    keep: Keep | None = None
     resume: Count | None = None
+    grace: Positive | None = None
     eval_every: Count | None = None
     log_every: Count = 1
     folder: str | None = None
