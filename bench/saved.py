@@ -22,7 +22,16 @@ M mlp, 2 bytes an element, a mask 1:
 | activation's output | 8 E | 2 M | t |
 | masks of the two residual dropouts | 2 E | 2 E, nothing for a model without dropout | t with sequence parallelism |
 
-The core itself, 5 b s^2 H bytes over t, is what selective recompute does not save. FLOPs are those of products: beside
+The core itself, 5 b s^2 H bytes over t, is what selective recompute does not save.
+
+dtrain keeps less, since backward computes more again than attention's core. Not kept: the inputs of q, k, v and of
+the MLP (the norms' outputs), the activation's output, the masks of dropouts; and the attention output where plain
+operations compute attention, for its dropout. Kept beside the paper's terms: a kernel's log-sum-exp, 4 bytes a head and
+token. The column `explained` is the paper's formula with these terms taken out and put in, and `off` dtrain's bytes
+over it. Under full recomputation both keep a layer's input, 2 s b h, over t with sequence parallelism: `full` is
+dtrain's over that.
+
+FLOPs are those of products: beside
 them the paper's policy computes the softmax and its dropout again, dtrain's the norms, activations, rotations and
 masks, which is work of memory and not of multiplications. A flash-attention kernel computes q k^T once more inside its
 backward, 2 b s^2 H K / t FLOPs; that is so in dtrain and in a Megatron that uses one, and is in neither column.
@@ -64,12 +73,24 @@ class Row:
     res_seq: bool
     saved: int
     megatron_saved: float
+    explained: float
     again: int
     megatron_again: float
+    full: int
+    megatron_full: float
 
     @property
     def ratio(self) -> float:
         return self.saved / self.megatron_saved
+
+    @property
+    def off(self) -> float:
+        """Bytes saved over what the paper's terms explain of them."""
+        return self.saved / self.explained
+
+    @property
+    def full_ratio(self) -> float:
+        return self.full / self.megatron_full
 
     @property
     def again_ratio(self) -> float:
@@ -96,12 +117,25 @@ def measure(name: str, model: str, seq: int, tp: int, res_seq: bool) -> Row:
     """One row, from one lowered layer."""
     made = make(model, seq, tp, res_seq, "selective")
     block = lower(made.job).segments["block"]
+    full = lower(make(model, seq, tp, res_seq, "full").job).segments["block"]
     assert block.act is not None
     x = math.prod(block.act[0]) * block.act[1].itemsize
     more = again(block.graphs["forward"], block.graphs["backward"])
     cfg = made.job.config
     core = 4 * seq**2 * cfg.heads * cfg.head_dim / tp
-    return Row(name, tp, res_seq, block.saved_bytes + x, megatron(cfg, seq, tp, res_seq), more, core)
+    paper = megatron(cfg, seq, tp, res_seq)
+    return Row(
+        name,
+        tp,
+        res_seq,
+        block.saved_bytes + x,
+        paper,
+        paper + difference(cfg, seq, tp, res_seq),
+        more,
+        core,
+        full.saved_bytes + x,
+        2 * seq * cfg.embed / (tp if res_seq else 1),
+    )
 
 
 def megatron(cfg: Any, seq: int, tp: int, sequence_parallel: bool) -> float:
@@ -122,6 +156,20 @@ def megatron(cfg: Any, seq: int, tp: int, sequence_parallel: bool) -> float:
         + 2 * inputs * cfg.mlp / tp  # activation's input
         + 2 * cfg.mlp / tp  # activation's output
         + masks / whole
+    )
+    return float(seq * each)
+
+
+def difference(cfg: Any, seq: int, tp: int, sequence_parallel: bool) -> float:
+    """Bytes that dtrain keeps beside `megatron`'s, negative where it keeps less (see above)."""
+    whole = tp if sequence_parallel else 1
+    masks = 2 * cfg.embed if getattr(cfg, "dropout", 0) else 0
+    plain = getattr(cfg, "attention_dropout", 0) > 0  # attention by plain operations
+    each = (
+        -4 * cfg.embed / whole  # inputs of q, k, v and of the MLP
+        - masks / whole
+        - 2 * cfg.mlp / tp  # activation's output
+        + (-2 * cfg.heads * cfg.head_dim if plain else 4 * cfg.heads) / tp  # attention output, or log-sum-exp
     )
     return float(seq * each)
 
@@ -163,18 +211,20 @@ def main(args: Sequence[str] | None = None) -> None:
     found = list(rows())
     if asked.json:
         versions = {"torch": torch.__version__, "python": platform.python_version()}
-        listed = [asdict(r) | {"ratio": r.ratio, "again_ratio": r.again_ratio} for r in found]
+        ratios = ("ratio", "off", "again_ratio", "full_ratio")
+        listed = [asdict(r) | {name: getattr(r, name) for name in ratios} for r in found]
         print(json.dumps({"versions": versions, "rows": listed}, indent=1))
         return
     print(f"torch {torch.__version__}, Python {platform.python_version()}; a layer, one sequence, per rank")
-    print(f"{'':13}{'':14}{'saved for backward, MiB':>32}   {'computed again, GFLOP':>30}")
-    print(f"{'model':13}{'tp':>3} {'res_seq':10}{'dtrain':>12}{'Megatron':>11}{'ratio':>9}", end="")
-    print(f"   {'dtrain':>11}{'Megatron':>11}{'ratio':>8}")
+    print(f"{'':13}{'':14}{'saved for backward, MiB':>50}   {'computed again, GFLOP':>30}{'full':>8}")
+    print(f"{'model':13}{'tp':>3} {'res_seq':10}{'dtrain':>12}{'Megatron':>11}{'ratio':>8}", end="")
+    print(f"{'explained':>11}{'off':>8}", end="")
+    print(f"   {'dtrain':>11}{'Megatron':>11}{'ratio':>8}{'ratio':>8}")
     for r in found:
         print(
             f"{r.model:13}{r.tp:>3} {'yes' if r.res_seq else 'no':10}{r.saved / 2**20:12.1f}"
-            f"{r.megatron_saved / 2**20:11.1f}{r.ratio:9.2f}   {r.again / 1e9:11.1f}{r.megatron_again / 1e9:11.1f}"
-            f"{r.again_ratio:8.2f}"
+            f"{r.megatron_saved / 2**20:11.1f}{r.ratio:8.2f}{r.explained / 2**20:11.1f}{r.off:8.3f}"
+            f"   {r.again / 1e9:11.1f}{r.megatron_again / 1e9:11.1f}{r.again_ratio:8.2f}{r.full_ratio:8.3f}"
         )
 
 

@@ -3,7 +3,8 @@
 `python bench/trust.py [--only NAME...] [--json]`. Small layouts of every dim, family, schedule and way to recompute
 train three steps over gloo, a process a rank, on the code of `dtrain run`, uncompiled. During the second step each rank
 notes the collectives and transfers that torch is asked for, and after every action the storages that are alive; both
-are compared with the ledger and with the memory of the same plan. A layout is lowered once, and its ranks are forked.
+are compared with the ledger and with the memory of the same plan. A layout is lowered once, and its ranks are forked;
+but the last rank lowers for itself, as in a run, and the hashes of its graphs are compared with those of the plan.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from dtrain import layout, plan, train
 from dtrain.plan import Plan, memory
 from dtrain.plan.ledger import ledger
 from dtrain.program import interpret
-from dtrain.program.lower import Program, lower
+from dtrain.program.lower import Job, Program, lower
 from dtrain.program.update import State
 from dtrain.rank import Rank
 from dtrain.torch_private import storage_key
@@ -163,7 +164,7 @@ def watched(made: Plan, program: Program, rank: int, port: int, folder: str, ans
     copies of `train` and `interpret` tell of the step."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     pp = made.job.mesh.coordinates(rank).get("pp", 0)
-    recorder, said, slots = Recorder(), list(memory.held(made, program, pp)), []
+    recorder, said, slots, alike = Recorder(), list(memory.held(made, program, pp)), [], []
     most: dict[str, list[int]] = {kind: [0, 0, 0] for kind in KINDS}  # said and held, and the worst difference
     begin, make_slots = train.training_step, interpret._Slots
 
@@ -188,10 +189,17 @@ def watched(made: Plan, program: Program, rank: int, port: int, folder: str, ans
         slots.append(make_slots(*args))
         return slots[-1]
 
-    train.training_step, train.lower, interpret._Slots = step, lambda job: program, keep  # type: ignore[assignment,misc]
+    def lowered(job: Job) -> Program:
+        assert job == made.job
+        own = lower(job) if rank == made.job.mesh.world - 1 else program
+        alike.append(own.hashes() == program.hashes())
+        return own
+
+    train.training_step, train.lower, interpret._Slots = step, lowered, keep  # type: ignore[assignment,misc]
     try:
         train.train(made.layout, Rank(rank, made.job.mesh.world, rank, "cpu", "gloo"), quiet=True)
-        answer.send({"issued": [[*key, n] for key, n in sorted(recorder.seen.items())], "memory": most})
+        issued = [[*key, n] for key, n in sorted(recorder.seen.items())]
+        answer.send({"issued": issued, "memory": most, "alike": all(alike)})
     except BaseException as error:
         answer.send({"error": f"rank {rank}: {type(error).__name__}: {error}"})
         raise
@@ -215,7 +223,8 @@ def differing(said: Calls, issued: Calls) -> int:
 
 def compare(name: str) -> dict[str, Any]:
     """A layout's row: collectives and bytes of all ranks, said and issued, how many of either the other side lacks, and
-    of memory by kind the most bytes of any rank, said and held, with the worst difference after any action."""
+    of memory by kind the most bytes of any rank, said and held, with the worst difference after any action; `alike`
+    says that a run lowers to the plan's graphs."""
     folder = tempfile.mkdtemp()
     try:
         family, mesh, more = LAYOUTS[name]
@@ -231,6 +240,7 @@ def compare(name: str) -> dict[str, Any]:
         row[side] = calls.total()
         row[f"{side}_bytes"] = sum(n * size for (_, _, size), n in calls.items())
     row["differing"] = sum(map(differing, said, issued))
+    row["alike"] = all(got["alike"] for got in found)
     row["memory"] = {kind: [max(g["memory"][kind][i] for g in found) for i in range(3)] for kind in KINDS}
     return row
 
@@ -293,6 +303,7 @@ def line(row: Mapping[str, Any]) -> str:
     memory = "".join(f"{a / 1024:>13.1f}{b / a if a else 1:>7.3f}" for a, b, _ in row["memory"].values())
     worst = max(c for _, _, c in row["memory"].values()) / 1024
     differs = f"  {row['differing']} calls differ" if row["differing"] else ""
+    differs += "" if row["alike"] else "  graphs differ"
     return f"{row['layout']:32}{row['family']:9}{row['mesh']:16}{calls}{memory}{worst:>7.1f}{differs}"
 
 

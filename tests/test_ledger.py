@@ -42,7 +42,8 @@ FEW = ("fsdp, keep use", "gpipe, ZeRO-2", "1f1b, tp")
 
 @pytest.mark.parametrize("names", [pytest.param(FEW, id="few"), pytest.param((), id="all", marks=pytest.mark.long)])
 def test_processes_issue_and_hold_what_plan_says(names: tuple[str, ...]) -> None:
-    """Gloo processes, op for op and byte for byte; and what they hold after every action of a step."""
+    """Gloo processes, op for op and byte for byte; what they hold after every action of a step; and the graphs that
+    they lower to have the hashes of plan's."""
     bench = tiny.bench("trust")
     only = ["--only", *names] if names else []
     command = [sys.executable, str(tiny.LAYOUTS.parent / "bench" / "trust.py"), "--json", *only]
@@ -52,6 +53,7 @@ def test_processes_issue_and_hold_what_plan_says(names: tuple[str, ...]) -> None
     assert [row["layout"] for row in rows] == list(names or bench.LAYOUTS)
     for row in rows:
         assert row["issued"] == row["said"] > 0 and row["issued_bytes"] == row["said_bytes"] and not row["differing"]
+        assert row["alike"]
         assert all(a == b and not c for a, b, c in row["memory"].values()), row
         assert row["memory"]["saved"][0] > 0 and row["memory"]["gradients, buffers"][0] > 0
 

@@ -158,6 +158,19 @@ def test_a_schedule_moves_bubbles_and_transfers_and_no_work(predicted: Any) -> N
     assert zero.bubble < plain.bubble
 
 
+def test_a_schedule_moves_the_peak_by_what_is_in_flight(predicted: Any) -> None:
+    """With all computed again a layer keeps its input. 1f1b's peak is the backward of a coordinate's upper layer while
+    both layers of 4, 3, 2, 1 microbatches are kept; gpipe's that of the second microbatch, when the sums of gradients
+    are there and seven are kept."""
+    plain, gpipe = (predicted("plain", *PIPE, "run.remat=full", f"pipeline.schedule={s}") for s in ("1f1b", "gpipe"))
+    act = T * E * 2
+    assert [m.saved for m in plain.memory] == [2 * n * act for n in (4, 3, 2, 1)]
+    assert [m.saved for m in gpipe.memory] == [2 * 7 * act] * 4
+    one, other = plain.memory[0], gpipe.memory[0]
+    assert (other.peak - other.reserve) - (one.peak - one.reserve) == 2 * 7 * act - 2 * 4 * act
+    assert (gpipe.plan.train[0][other.moment].kind, gpipe.plan.train[0][other.moment].mb) == ("B", 1)
+
+
 def test_recomputation_counts_in_hfu_only(predicted: Any) -> None:
     """remat: full runs wq, wk and wv, attention (causal: half of 4 T^2 E), gate and up again. The results of wo and
     w_down nobody needs in backward: this block's MLP reads the first norm."""

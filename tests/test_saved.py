@@ -27,6 +27,8 @@ def test_no_more_than_megatron(saved: Any, model: str, tp: int, res_seq: bool) -
     row = saved.measure("small", model, 32, tp, res_seq)
     assert 0.3 < row.ratio <= 1
     assert row.again_ratio <= 1
+    # What the paper's terms explain is what is kept, and of a layer computed again as a whole its input stays.
+    assert row.off == pytest.approx(1) and row.full_ratio == pytest.approx(1)
     core = 4 * 32**2 * 64 / tp
     # Attention's core is computed again where the model drops attention weights (plain operations), and
     # never where it is a kernel.
@@ -47,6 +49,15 @@ def test_megatron_of_a_llama(saved: Any) -> None:
     E, A, KV, M = 64, 64, 16, 224
     assert saved.megatron(cfg, 32, 1, False) == 32 * (8 * E + 4 * A + 4 * KV + 6 * M)
     assert saved.megatron(cfg, 32, 4, True) == 32 * (8 * E / 4 + 4 * A / 4 + 4 * KV / 2 + 6 * M / 4)
+
+
+def test_each_difference_is_one_of_the_stated_terms(saved: Any) -> None:
+    """GPT-2 without attention dropout keeps 20 s b h of the paper's 34, and a log-sum-exp; with it, which plain
+    operations need, 18."""
+    kernel = saved.make(GPT2 + ", attention_dropout: 0.0", 32, 1, False, "none").job.config
+    plain = saved.make(GPT2 + ", attention_dropout: 0.1", 32, 1, False, "none").job.config
+    for cfg, kept in ((kernel, 20 * 64 + 4 * 8), (plain, 18 * 64)):
+        assert saved.megatron(cfg, 32, 1, False) + saved.difference(cfg, 32, 1, False) == 32 * kept
 
 
 def test_products_are_counted(saved: Any) -> None:
