@@ -22,8 +22,9 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Framework:
-    """What a training framework does of its own. `fused`: pointwise work runs in fused kernels; `attention`: its
-    kernel where the row names none; `dropout`: the rate it trains GPT with."""
+    """What a training framework does of its own. `fused`: norms, rotations and losses are kernels of its own or of a
+    compiler; else operations of the model, as an uncompiled run of dtrain has them. `attention`: its kernel where the
+    row names none; `dropout`: the rate it trains GPT with."""
 
     fused: bool
     attention: str
@@ -34,13 +35,17 @@ class Framework:
 MEGATRON = Framework(fused=True, attention="math", dropout=0.1)
 # Megatron-Core in NeMo and Megatron-Bridge: Transformer Engine's kernels.
 CORE = Framework(fused=True, attention="auto")
+# Models with kernels for norms and rotations: Composer's (torch's layer norm), nanotron's and GPT-NeoX's.
+KERNELS = Framework(fused=True, attention="flash")
+# Models of plain operations, RMS norm among them, unless a row says otherwise: torchtitan, FMS, Aleph Alpha's.
 EAGER = Framework(fused=False, attention="flash")
 XLA = Framework(fused=True, attention="math")
 FRAMEWORKS = {
     **dict.fromkeys(("meg19", "meg20", "meg20blog", "nar21", "meg21jan", "meg21", "kor22", "mtnlg", "zb"), MEGATRON),
     **dict.fromkeys(("bloompre", "bloom", "bs1b3"), MEGATRON),
     **dict.fromkeys(("mcore24", "nemo2407", "nemolong", "dgxc", "mb", "mbskill", "nemotron4", "megascale"), CORE),
-    **dict.fromkeys(("tt24", "tt25", "tt24apr", "tt24aug", "fms", "mosaic", "nano", "aa", "pythia"), EAGER),
+    **dict.fromkeys(("mosaic", "nano", "pythia"), KERNELS),
+    **dict.fromkeys(("tt24", "tt25", "tt24apr", "tt24aug", "fms", "aa"), EAGER),
     "alpa": XLA,
 }
 
@@ -122,7 +127,9 @@ def _values(row: Row) -> dict[str, Any]:
     if n["tp"] * n["pp"] * n["dp"] != n["n_gpus"]:
         raise SkipError("dims do not multiply to the GPUs")
     framework, kernels = FRAMEWORKS[source_of(row)], row["compile_kernels"]
-    fused = framework.fused or kernels.startswith("compile")
+    fused = framework.fused or kernels.startswith("compile") or "RMS kernel" in kernels
+    if "asyncTP" in kernels:
+        raise SkipError("asynchronous tensor parallelism")
     mesh, shard = _sharding(row)
     node = min(n["gpus_per_node"], n["n_gpus"])
     model = _model(row, framework)
@@ -258,9 +265,13 @@ def _precision(row: Row) -> str:
     return found[0]
 
 
-def _remat(row: Row) -> str | list[str]:
+def _remat(row: Row) -> str:
+    """full and none are the same everywhere; Megatron's selective (attention's core) and torchtitan's (products and
+    attention are kept) multiply nothing again, as dtrain's."""
     said = row["recompute"]
     for word in ("full", "none"):
         if said.startswith(word):
             return word
-    return "selective"
+    if said.startswith(("selective op", "selective (attention")):
+        return "selective"
+    raise SkipError("some layers computed again, others not")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Mapping
 
@@ -65,6 +66,14 @@ def test_a_list_of_kinds() -> None:
         kept = passes.divide(block, remat.by_kind(kinds)).saved
         assert {remat.kind(n, block.fixed) for n in kept} <= set(kinds)
     assert [k.kind for k in tiny.segment("llama", "block", "tp2", ("run.remat=[attention]",)).kept] == ["attention"] * 2
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+def test_the_inside_of_a_norm_in_fp32_is_never_kept(family: str) -> None:
+    """What a wider copy says, the narrow value says; statistics of rows are small, and kept."""
+    more = ("run.remat=none", "run.precision=bf16", "kernels.attention=math")
+    found = {k.shape: k for k in tiny.segment(family, "block", "", more).kept if k.bytes > 4 * math.prod(k.shape) - 1}
+    assert found and all(shape[-1] == 1 for shape in found)
 
 
 def budget(size: int, block: int = 3) -> remat.Budget:

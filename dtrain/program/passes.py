@@ -82,6 +82,7 @@ def joint(graph: fx.Graph, inputs: tuple[str, ...], wrt: tuple[str, ...]) -> Joi
     """Name the inputs of a joint graph, and tell its forward part from its backward part."""
     name_of: dict[fx.Node, str] = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
     params = {h for h, name in name_of.items() if name.startswith("params:")}
+    mark_wide(graph)
     y, *grads = results_of(graph)
     forward: dict[fx.Node, None] = dict.fromkeys(ancestors([y]))
     # All results of a forward operation are forward's, though y may need only one (attention's log-sum-exp).
@@ -91,6 +92,25 @@ def joint(graph: fx.Graph, inputs: tuple[str, ...], wrt: tuple[str, ...]) -> Joi
     both = {a for n in body for a in n.all_input_nodes} | set(grads)
     reads = tuple(n for n in graph.nodes if n in both and (n in forward or n.op == "placeholder"))
     return Joint(graph, name_of, wrt, forward, _depends_only_on(graph, params), reads)
+
+
+def mark_wide(graph: fx.Graph) -> None:
+    """Mark copies in a wider floating-point type, and what is computed from them element by element in that type
+    (`meta["wide"]`): the inside of norms and softmax in fp32. The narrow value that they come from says as much."""
+
+    def floats(node: fx.Node) -> Tensor | None:
+        value = node.meta.get("val")
+        return value if isinstance(value, Tensor) and value.is_floating_point() else None
+
+    for node in graph.nodes:
+        value = floats(node)
+        if node.op != "call_function" or value is None:
+            continue
+        alike = [(a, x) for a in node.all_input_nodes if (x := floats(a)) is not None and x.numel() == value.numel()]
+        if any(x.dtype.itemsize < value.dtype.itemsize or "wide" in a.meta for a, x in alike) and all(
+            x.dtype.itemsize <= value.dtype.itemsize for _, x in alike
+        ):
+            node.meta["wide"] = True
 
 
 @dataclass(frozen=True)

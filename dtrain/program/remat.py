@@ -46,8 +46,11 @@ class BudgetError(ValueError):
 
 
 def kind(node: fx.Node, fixed: Container[fx.Node]) -> str | None:
-    """Which of KINDS a forward value is; None for a view or a part of another value, which is kept with it."""
+    """Which of KINDS a forward value is; None for a view, a part or a wider copy of another value, which is kept in
+    its place."""
     name = passes.op_name(node)
+    if "wide" in node.meta and name not in cost.PRODUCTS:
+        return None
     if name == "getitem":
         source = node.all_input_nodes[0]
         name = passes.op_name(source)
