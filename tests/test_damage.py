@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import torch
 from dtrain import checkpoint
 from dtrain.checkpoint import CheckpointError, Piece, Record
 
+BENCH = Path(__file__).parents[1] / "bench"
 GOLDEN = Path(__file__).parents[1] / "checkpoints" / "golden"
 DATA = "__0_0.distcp"
 FILES = (DATA, ".metadata", "run.json", "manifest.json")
@@ -150,3 +153,13 @@ def test_format_1_has_no_manifest(tmp_path: Path) -> None:
             kind(copy / name)
             (line,) = checkpoint.problems(copy)
             assert line.startswith((name, "manifest.json")), line
+
+
+def test_killed_full_and_damaged_the_newest_whole_one_loads() -> None:
+    """The short version of `bench/crash.py`, whose counts are in `bench/results/crash.json`."""
+    command = [sys.executable, str(BENCH / "crash.py"), "--kills=6", "--disks=2", "--damages=3", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    counts = json.loads(done.stdout)["counts"]
+    assert [c["good"] for c in counts.values()] == [6, 2, 3, 3, 3, 3], done.stdout + done.stderr
+    kept = json.loads((BENCH / "results" / "crash.json").read_text())["counts"]
+    assert kept.keys() == counts.keys() and all(c["good"] == c["tried"] for c in kept.values())
