@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as _symmetric  # defines torch.ops.symm_mem
 from torch.distributed.tensor.debug import (
     _clear_fast_path_sharding_prop_cache,
     _clear_python_sharding_prop_cache,
@@ -77,6 +79,14 @@ def register_group(name: str, group: Any) -> None:
 
 def unregister_group(name: str) -> None:
     _c10d._unregister_process_group(name)
+
+
+def enable_symmetric_memory(name: str) -> None:
+    """Let `torch.ops.symm_mem` use a registered group. Called by all of its ranks. Newer torch says that it is not
+    needed any more, and still looks whether it was done."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        _symmetric.enable_symm_mem_for_group(name)  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from dtrain.program.lower import Program, lower
 from dtrain.program.remat import Budget
 from dtrain.program.update import Report, State, UpdateConfig, agree, all_reduce, counts_loss, make_update
 from dtrain.rank import Rank
+from dtrain.torch_private import enable_symmetric_memory
 
 Batch = Mapping[str, Tensor]
 
@@ -220,15 +221,23 @@ def prepare(
     compute = plan.train[place.at.get("pp", 0)]
     turns = min(rank.world, lay.cluster.gpus_per_node)
     sharing = Sharing(rank.local_rank % turns, turns, lambda: meet(place.groups))
-    compiled = compile_program(program, lay.run.compile, rank.device, compute, itertools.chain(*plan.train), sharing)
+    fuse = lay.kernels.async_tp
+    if fuse:
+        enable_symmetric_memory("tp")
+    lists = itertools.chain(*plan.train)
+    compiled = compile_program(program, lay.run.compile, rank.device, compute, lists, sharing, fuse)
     calls = judges = compiled.calls
     seconds = compiled.seconds
     if judge is not program:
         mine = plan.evaluate[place.at.get("pp", 0)]
-        other = compile_program(judge, lay.run.compile, rank.device, mine, itertools.chain(*plan.evaluate), sharing)
+        lists = itertools.chain(*plan.evaluate)
+        other = compile_program(judge, lay.run.compile, rank.device, mine, lists, sharing, fuse)
         judges, seconds = other.calls, seconds + other.seconds
     if compiled.notice:
         say(log, compiled.notice)
+    if fuse:
+        done, of = compiled.fused
+        say(log, f"async tensor parallel: {done} of {of} gathers and reduce-scatters over tp are fused with products")
     work = f"{compiled.graphs} graphs compiled in {seconds:.1f} s" if compiled.graphs else "uncompiled"
     say(log, f"lowered in {program.seconds:.1f} s, {work}")
     steps = bind(program, calls, place, compute)

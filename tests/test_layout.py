@@ -539,6 +539,36 @@ BAD: dict[str, tuple[list[tuple[str, str]], str, list[str]]] = {
         "kernels",
         ["kernels.attention: 'flex'", "auto, flash, efficient, cudnn, math"],
     ),
+    "async tensor parallelism on CPUs": (
+        [
+            ("cluster: {nodes: 2, gpus_per_node: 4, gpu: h100-sxm}", "cluster: {nodes: 1, gpus_per_node: 8}"),
+            ("pp: {size: 2, link: ib}", "pp: {size: 2, link: loopback}"),
+            ("dp: {size: 2, link: nvlink}", "dp: {size: 2, link: loopback}"),
+            ("tp: {size: 2, link: nvlink}", "tp: {size: 2, link: loopback}"),
+            ("run:\n", "kernels: {async_tp: true}\nrun:\n"),
+        ],
+        "kernels",
+        ["kernels.async_tp: true", "needs GPUs", "symmetric memory", "cpu"],
+    ),
+    "async tensor parallelism without sequence parallelism": (
+        [("res_seq: tp, ", ""), ("run:\n", "kernels: {async_tp: true}\nrun:\n")],
+        "kernels",
+        ["kernels.async_tp: true", "needs sequence parallelism", "res_seq: tp"],
+    ),
+    "async tensor parallelism over PCIe": (
+        [
+            ("tp: {size: 2, link: nvlink}", "tp: {size: 2, link: pcie}"),
+            ("dp: {size: 2, link: nvlink}", "dp: {size: 2, link: pcie}"),
+            ("run:\n", "kernels: {async_tp: true}\nrun:\n"),
+        ],
+        "kernels",
+        ["kernels.async_tp: true", "nvlink", "not pcie"],
+    ),
+    "async tensor parallelism uncompiled": (
+        [("precision: bf16", "precision: bf16\n  compile: off"), ("run:\n", "kernels: {async_tp: true}\nrun:\n")],
+        "kernels",
+        ["kernels.async_tp: true", "run: {compile: on}"],
+    ),
     # text
     "a tab": ([("  warmup: 2", "\twarmup: 2")], "\twarmup", ["tab", "spaces"]),
     "not YAML": ([("family: llama", "family: llama: 3")], "family", ["not YAML"]),

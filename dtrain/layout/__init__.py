@@ -161,6 +161,7 @@ def _check(layout: Layout) -> None:
     checks.check_run(layout)
     module, cfg = family(layout)
     checks.check_kernels(layout, module, cfg)
+    checks.check_async_tp(layout)
     tree = module.params(cfg)
     rules.check_rules(layout, module, tree)
     rules.check_collisions(layout, tree)

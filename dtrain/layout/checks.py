@@ -118,6 +118,23 @@ def check_kernels(layout: Layout, module: ModuleType, cfg: Any) -> None:
         fail(layout, "kernels.attention", str(error).removeprefix("attention kernel "))
 
 
+def check_async_tp(layout: Layout) -> None:
+    """Whether gathers and reduce-scatters of the sequence over tp can be fused with products."""
+    if not layout.kernels.async_tp:
+        return
+    lacking = None
+    if layout.cluster.device.capability is None:
+        lacking = f"GPUs: their symmetric memory, which {layout.cluster.gpu} has not"
+    elif layout.sizes["tp"] == 1 or layout.shard.compute.get("res_seq") != ("tp",):
+        lacking = "sequence parallelism over tp: shard: {compute: {res_seq: tp}} and a mesh.tp.size of at least 2"
+    elif layout.mesh["tp"].link != ("nvlink",):
+        lacking = f"tp over nvlink alone, not {show_dims(layout.mesh['tp'].link or ())}"
+    elif layout.run.compile == "off":
+        lacking = "compiled graphs: run: {compile: on}"
+    if lacking:
+        fail(layout, "kernels.async_tp", f"true; needs {lacking}; or remove it")
+
+
 def check_pipeline(layout: Layout, cfg: Any) -> None:
     pipe, pp, n = layout.pipeline, layout.sizes["pp"], cfg.layers
     count = stages(layout)

@@ -318,6 +318,7 @@ class Run(Section):
 class Kernels(Section):
     attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
     loss_chunks: Annotated[int | Literal["auto"], PlainValidator(_auto_or_count)] = "auto"
+    async_tp: bool = False
 
 
 class Layout(Section):

@@ -1,7 +1,7 @@
 """The one place that compiles: each distinct graph goes through Inductor once.
 
 Only what computes is compiled. `unshard`, `reduce` and `publish` are collectives and copies, and run as the FX
-modules they are.
+modules they are. Async tensor parallelism is put into what is compiled.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dtrain import ops
+from dtrain.program import async_tp
 from dtrain.program.interpret import Call, Calls, unit_segment
 from dtrain.program.lower import Graph, Program
 from dtrain.program.passes import Cut, build, op_name, pieces, results_of
@@ -43,12 +44,14 @@ class Sharing:
 @dataclass(frozen=True)
 class Compiled:
     """`calls` for the interpreter, how many graphs were compiled, the `seconds` that took and, where compiling
-    was left to the machine and it cannot, the `notice` to give."""
+    was left to the machine and it cannot, the `notice` to give. With async tensor parallelism `fused` says how many
+    of the gathers and reduce-scatters over tp went into a product, and of how many."""
 
     calls: Calls
     graphs: int
     seconds: float
     notice: str | None = None
+    fused: tuple[int, int] = (0, 0)
 
 
 def called(program: Program, actions: Iterable[Action]) -> list[Name]:
@@ -71,28 +74,34 @@ def compile_program(
     mine: Iterable[Action],
     everyones: Iterable[Action] = (),
     sharing: Sharing | None = None,
+    fuse: bool = False,
 ) -> Compiled:
-    """What to call for each graph, under `mode` on, off or auto (on where the machine can).
+    """What to call for each graph, under `mode` on, off or auto (on where the machine can); with `fuse`, collectives
+    over tp fused with products (`async_tp`).
 
     `mine` are the actions of this rank, `everyones` those of all. The names of groups must be registered. Raises
-    CompileError for `on` without a compiler.
+    CompileError for `on` or `fuse` without a compiler.
     """
     started, sharing = time.perf_counter(), sharing or Sharing()
     calls = dict(uncompiled(program, device))
     lacking = missing_compiler(device) if mode != "off" else None
     if mode == "on" and lacking:
         raise CompileError(f"run.compile: on; {lacking}; install it, or use run.compile=off")
+    if fuse and lacking:
+        raise CompileError(f"kernels.async_tp: true; {lacking}; install it, or use kernels.async_tp=false")
     if mode == "off" or lacking:
         notice = f"run.compile: off, because {lacking}: the same graphs run uncompiled" if lacking else None
         sharing.meet()
         return Compiled(calls, 0, time.perf_counter() - started, notice)
     wanted, shared = called(program, mine), called(program, everyones)
     for name in shared[sharing.turn :: sharing.turns]:
-        _compile(program, name, device)
+        _compile(program, name, device, fuse)
     sharing.meet()
+    done = of = 0
     for name in wanted:
-        calls[name] = _compile(program, name, device)
-    return Compiled(calls, len(wanted), time.perf_counter() - started)
+        calls[name], (fused, among) = _compile(program, name, device, fuse)
+        done, of = done + fused, of + among
+    return Compiled(calls, len(wanted), time.perf_counter() - started, fused=(done, of))
 
 
 def missing_compiler(device: str) -> str | None:
@@ -124,11 +133,15 @@ def _on(module: fx.GraphModule, device: str) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-def _compile(program: Program, name: Name, device: str) -> Call:
+def _compile(program: Program, name: Name, device: str, fuse: bool) -> tuple[Call, tuple[int, int]]:
+    """A graph's call; how many of its collectives over tp were fused with products, and of how many."""
     g, what = _graph(program, name), f"{name[0]}.{name[1]}"
-    parts = pieces(Cut(g.module, g.inputs, g.outputs))
+    parts, done, of = pieces(Cut(g.module, g.inputs, g.outputs)), 0, 0
+    if fuse:
+        after = [async_tp.fuse(p) for p in parts]
+        parts, done, of = [a.cut for a in after], sum(a.fused for a in after), sum(a.of for a in after)
     calls = [_compile_piece(p, what, device) for p in parts]
-    return calls[0] if len(calls) == 1 else _in_turn(g.inputs, parts, calls)
+    return (calls[0] if len(calls) == 1 else _in_turn(g.inputs, parts, calls)), (done, of)
 
 
 def _in_turn(inputs: Sequence[str], parts: Sequence[Cut], calls: Sequence[Call]) -> Call:
