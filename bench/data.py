@@ -9,6 +9,7 @@ CPU seconds and the memory that is its own (mapped pages left out), beyond those
 from __future__ import annotations
 
 import json
+import resource
 import struct
 import subprocess
 import sys
@@ -23,8 +24,9 @@ import typer
 
 from dtrain.data import DataConfig, batch, open_source
 from dtrain.data.order import locate
+from dtrain.data.tokens import SAMPLES
 
-SIZES = {"1 MB": 10**6, "1 GB": 10**9, "1 TB, sparse": 10**12}
+SIZES = {"1 MB": 10**6, "1 GB": 10**9, "1 TB, sparse": 10**12, "10 TB, sparse": 10**13}
 DOCUMENT = 500  # tokens
 SHAPES = ((128, 8), (2048, 16), (8192, 8))  # seq, batch
 
@@ -36,14 +38,13 @@ def corpus(prefix: Path, size: int, sparse: bool) -> None:
         if sparse:
             file.truncate(n * DOCUMENT * 2)
         else:
-            g = np.random.default_rng(0)
-            for _ in range(0, n, 10_000):
-                part = min(10_000, n - _)
-                file.write(g.integers(0, 50_000, part * DOCUMENT, np.uint16).tobytes())
+            block = np.random.default_rng(0).integers(0, 50_000, 10_000 * DOCUMENT, np.uint16)
+            for at in range(0, n, 10_000):
+                file.write(block[: min(10_000, n - at) * DOCUMENT].tobytes())
     with open(f"{prefix}.idx", "wb") as file:
         file.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, n, n + 1))
         if sparse:  # only the entries that are looked at when it is opened, and the last
-            looked = sorted({*range(0, n - 1, max(1, (n - 1) // 1024)), n - 1})
+            looked = sorted({*range(0, n - 1, max(1, (n - 1) // SAMPLES)), n - 1})
             for i in {k for j in looked for k in (j, j + 1) if k < n}:
                 file.seek(34 + 4 * i)
                 file.write(struct.pack("<i", DOCUMENT))
@@ -69,6 +70,7 @@ def own_memory() -> int:
 def opening(prefix: str) -> dict[str, float]:
     """In this process: CPU seconds and bytes to open a corpus and to read its first batch."""
     cfg = DataConfig("megatron", 1024, 8, 50_000, paths=(prefix,))
+    faults = sum(resource.getrusage(resource.RUSAGE_SELF)[6:8])
     memory, began = own_memory(), time.process_time()
     source = open_source(cfg)
     opened = time.process_time()
@@ -78,6 +80,7 @@ def opening(prefix: str) -> dict[str, float]:
         "open_cpu_s": opened - began,
         "first_batch_cpu_s": time.process_time() - opened,
         "own_bytes": own_memory() - memory,
+        "page_faults": sum(resource.getrusage(resource.RUSAGE_SELF)[6:8]) - faults,
     }
 
 
@@ -134,7 +137,8 @@ def main(
     for name, o in found["opening"].items():
         print(
             f"{name:13} {o['tokens']:>16,.0f} tokens: opened in {o['open_cpu_s'] * 1e3:.0f} ms of CPU, first batch "
-            f"{o['first_batch_cpu_s'] * 1e3:.0f} ms, {o['own_bytes'] / 2**20:.1f} MiB of its own"
+            f"{o['first_batch_cpu_s'] * 1e3:.0f} ms, "
+            f"{o['own_bytes'] / 2**20:.1f} MiB of its own, {o['page_faults']:,.0f} page faults"
         )
     for row in found["rates"]:
         for kind in ("concat", "documents masked"):

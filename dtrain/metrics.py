@@ -59,7 +59,8 @@ def peak_memory(device: torch.device) -> int:
 class Row:
     """One training step. `loss` is the global loss: the writing rank has to have received it, for no
     placeholder is ever written. `step_s` seconds a step, `tokens_per_s` of the whole run, `mfu` None where
-    the peak is unknown, `extra` further columns (the loss scale)."""
+    the peak is unknown, `data_wait` the share of the time (0..1) that the writing rank waited for data, `extra` further
+    columns (the loss scale)."""
 
     step: int
     loss: float
@@ -69,6 +70,7 @@ class Row:
     step_s: float
     mfu: float | None
     peak_memory_bytes: int
+    data_wait: float
     extra: Mapping[str, float] = field(default_factory=dict)
 
 

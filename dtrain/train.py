@@ -562,8 +562,10 @@ class Clock:
         peak = lay.cluster.device.peak.get(lay.run.precision)
         used = metrics.mfu(rate, flops_per_token(self.r.plan), self.r.rank.world, peak)
         memory = metrics.peak_memory(torch.device(self.r.place.device))
-        metrics.record(log, metrics.Row(number, report.loss, report.norm, lr, rate, step_s, used, memory, extra))
         waited = self.r.batches.waited
+        share = (waited - self.waited[0]) / (now - self.began)
+        row = metrics.Row(number, report.loss, report.norm, lr, rate, step_s, used, memory, share, extra)
+        metrics.record(log, row)
         self.waited = (waited, self.waited[1] + (waited - self.waited[0] if self.rate else 0.0))
         if self.rate:
             self.spent = (self.spent[0] + self.steps, self.spent[1] + now - self.began)

@@ -34,6 +34,7 @@ def row(step: int, **changes: Any) -> Row:
         "step_s": 0.5,
         "mfu": 0.52,
         "peak_memory_bytes": 2**31,
+        "data_wait": 0.25,
     }
     return Row(**(values | changes))
 
@@ -100,6 +101,7 @@ def test_everything_is_written_everywhere(tmp_path: Path) -> None:
         "step_s": 0.5,
         "mfu": 0.52,
         "peak_memory_bytes": 2**31,
+        "data_wait": 0.25,
         "loss_scale": 1024.0,
     }
     assert third["mfu"] is None

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import shutil
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,27 @@ def tensors(folder: Path, step: int) -> dict[str, Tensor]:
     out = {k: torch.zeros(m.size, dtype=m.properties.dtype) for k, m in metadata.items()}
     dcp.load(out, storage_reader=dcp.FileSystemReader(path), no_dist=True)
     return out
+
+
+def test_time_spent_waiting_for_data_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A source that needs half a second a step, beside steps of a few hundredths, is what a run waits for."""
+    original = data.Reader.read
+
+    def slow(self: data.Reader, step: int) -> dict[str, Tensor]:
+        time.sleep(0.5)
+        return original(self, step)
+
+    alone(make(tmp_path / "fast", "run.steps=6"), quiet=False)
+    fast = capsys.readouterr().out
+    monkeypatch.setattr(data.Reader, "read", slow)
+    layout = make(tmp_path / "slow", "run.steps=6")
+    alone(layout, quiet=False)
+    slow_said = capsys.readouterr().out
+    shares = [float(said.split(" of the time waiting for data")[0].split()[-1][:-1]) for said in (fast, slow_said)]
+    assert shares[0] < 20 and 50 < shares[1] <= 100
+    assert all(0.3 < wait <= 1 for _, wait in rows(layout, "data_wait")[1:])
 
 
 # ----------------------------------------------------------------------------------------------------- going on

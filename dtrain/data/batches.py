@@ -146,8 +146,10 @@ def _causal(ids_BL: Tensor, found: Sequence[Read]) -> dict[str, Tensor]:
     tokens_BS = ids_BL[:, :-1].clone()
     labels_BS = torch.from_numpy(np.stack([r.labels for r in found if r.labels is not None]))
     start_BS = torch.zeros_like(tokens_BS)
-    for row, r in enumerate(found):
-        if r.begins is not None:
+    if found[0].begins is not None:
+        for row, r in enumerate(found):
+            assert r.begins is not None
             inside = torch.from_numpy(r.begins[(r.begins > 0) & (r.begins < start_BS.shape[1])])
             start_BS[row, inside] = inside
-    return {"tokens": tokens_BS, "labels": labels_BS, "start": start_BS.cummax(1).values}
+        start_BS = start_BS.cummax(1).values
+    return {"tokens": tokens_BS, "labels": labels_BS, "start": start_BS}

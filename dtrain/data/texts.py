@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -65,7 +64,7 @@ def byte_streams(
 
 def _map(path: str) -> Any:
     try:
-        return np.memmap(path, np.uint8, "r") if os.path.getsize(path) else np.zeros(0, np.uint8)
+        return tokens.mapped(path, np.uint8)
     except OSError as e:
         raise DataError(f"data.path: {path!r} cannot be read: {e.strerror}") from e
 

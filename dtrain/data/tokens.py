@@ -5,6 +5,7 @@ Opening one reads a header and a few samples, whatever its size; nothing is read
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 from bisect import bisect_left
@@ -141,6 +142,18 @@ def look(shard: Shard, vocab: int) -> int:
     return highest
 
 
+def mapped(path: str | Path, dtype: Any) -> Ints:
+    """A file as an array, mapped for reading here and there: without this advice the kernel reads ahead around every
+    page that is touched, on some disks megabytes of it. Raises OSError."""
+    if not os.path.getsize(path):
+        return np.zeros(0, dtype)
+    with open(path, "rb") as file:
+        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mmap, "MADV_RANDOM"):
+        pages.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(pages, dtype)
+
+
 # ------------------------------------------------------------------------------------------------ plain arrays
 
 
@@ -149,6 +162,8 @@ def open_array(path: str, dtype: str) -> Shard:
     try:
         if path.endswith(".npy"):
             array = np.load(path, mmap_mode="r")
+            if isinstance(array, np.memmap) and array.size:
+                array = mapped(path, np.uint8)[array.offset :].view(array.dtype).reshape(array.shape)
         else:
             size, item = os.path.getsize(path), np.dtype(dtype).itemsize
             if size % item:
@@ -156,14 +171,14 @@ def open_array(path: str, dtype: str) -> Shard:
                     f"{path}: {size:,} bytes are no whole number of {dtype} ({item} bytes each): "
                     "the file is cut short, or data.dtype is another"
                 )
-            array = np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
+            array = mapped(path, dtype)
     except (OSError, ValueError) as e:
         if isinstance(e, DataError):
             raise
         raise DataError(f"{path}: cannot be read as an array: {' '.join(str(e).split())}") from e
     if array.dtype.kind not in "iu" or array.ndim != 1:
         raise DataError(f"{path}: is {array.ndim}-dimensional {array.dtype}; a token file is one row of whole numbers")
-    return Shard(path, array.view(np.ndarray))
+    return Shard(path, array)
 
 
 # ------------------------------------------------------------------------------------------------ Megatron-LM
@@ -189,7 +204,7 @@ def open_megatron(prefix: str) -> Shard:
         return shard
     if learn.stat().st_size != shard.tokens.size:
         raise DataError(f"{learn}: {learn.stat().st_size:,} bytes for the {shard.tokens.size:,} tokens of {data}")
-    flags = np.memmap(learn, np.uint8, "r").view(np.ndarray) if shard.tokens.size else None
+    flags = mapped(learn, np.uint8)
     return Shard(shard.name, shard.tokens, shard.starts, shard.unit, shard.groups, flags)
 
 
@@ -264,7 +279,7 @@ def _map(index: Path, expected: int) -> npt.NDArray[np.uint8]:
     size = index.stat().st_size
     if size < expected:
         raise DataError(f"{index}: at offset {size:,}: ends, but its header promises {expected:,} bytes: cut short")
-    return np.memmap(index, np.uint8, "r").view(np.ndarray)
+    return mapped(index, np.uint8)
 
 
 def _ends(starts: Ints, sizes: Ints, item: int) -> int:
@@ -278,7 +293,7 @@ def _tokens(index: Path, data: Path, item: np.dtype[Any], expected: int) -> Ints
             f"{data}: has {size:,} bytes, but {index.name} describes {expected:,} ({item}): "
             f"{'it is cut short' if size < expected else 'they do not belong together'}"
         )
-    tokens = np.memmap(data, item, "r").view(np.ndarray) if size else np.zeros(0, item)
+    tokens = mapped(data, item)
     if item.kind == "f" and any(not float(tokens[i]).is_integer() for i in _some(tokens.size)):
         raise DataError(f"{data}: holds numbers with fractions ({item}); token ids are whole")
     return tokens
@@ -293,8 +308,8 @@ def _check_groups(index: Path, groups: Ints, sequences: int, at: int) -> None:
 
 
 def _some(n: int) -> Iterable[int]:
-    """Up to 1,024 of the numbers below n, spread evenly."""
-    return range(0, max(0, n), max(1, n // 1024))
+    """Up to 127 of the numbers below n, spread evenly: as many for a large file as for a small one."""
+    return range(0, max(0, n), max(1, n // SAMPLES))
 
 
 def write_index(path: Path, dtype: np.dtype[Any], sizes: Ints) -> None:
