@@ -64,11 +64,19 @@ def run(
     layout: LayoutFile,
     overrides: Overrides = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
+    allow_missing: Annotated[
+        bool, typer.Option("--allow-missing", help="Give parameters that what is read lacks their initial values.")
+    ] = False,
+    allow_extra: Annotated[
+        bool, typer.Option("--allow-extra", help="Leave out tensors that the model does not have.")
+    ] = False,
 ) -> None:
     """Train. Starts the processes of one machine itself; inside torchrun or srun it is one of theirs."""
     from dtrain import launch
 
-    raise typer.Exit(launch.start(layout, overrides or [], quiet))
+    asked = {"missing-tensors": allow_missing, "extra-tensors": allow_extra}
+    allow = [name for name, wanted in asked.items() if wanted]
+    raise typer.Exit(launch.start(layout, overrides or [], quiet, allow=allow))
 
 
 @app.command()

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -194,9 +194,9 @@ def commands(layout: Layout, argv: str) -> str:
 # ------------------------------------------------------------------------------------------------------ start
 
 
-def start(path: str, overrides: list[str], quiet: bool, work: Work | None = None) -> int:
-    """Run a layout; returns the exit code. `work` is what each rank does, `dtrain.train.train` by default; it
-    is sent to the ranks, so it must be a function of a module.
+def start(path: str, overrides: list[str], quiet: bool, work: Work | None = None, allow: Collection[str] = ()) -> int:
+    """Run a layout, to whose `allow` these are added; returns the exit code. `work` is what each rank does,
+    `dtrain.train.train` by default; it is sent to the ranks, so it must be a function of a module.
 
     Whatever can be known before processes start is checked before they start, and told in one line.
     """
@@ -204,6 +204,8 @@ def start(path: str, overrides: list[str], quiet: bool, work: Work | None = None
     try:
         seat = seat_of(os.environ)
         layout = layouts.load(path, overrides)
+        if more := {*allow} - {*layout.allow}:
+            layout = layouts.vary(layout, [f"allow=[{', '.join(sorted({*layout.allow, *more}))}]"])
         _check(layout, seat, " ".join([path, *overrides]))
         line = _finished(layout) if work is None else None
     except Exception as error:

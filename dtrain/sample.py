@@ -251,7 +251,8 @@ def _weights(path: Path, job: Job, rank: Rank) -> list[dict[str, Tensor]]:
     tree, layers = store_tree(job), job.layers
     units = [(u, name, s) for u in range(layers + 2) for name, s in tree[unit_segment(u, layers)[0]].items()]
     stored = {unit_path(u, layers, name): s for u, name, s in units if s.param.tied_to is None}
-    weights = checkpoint.read_weights(path, stored, job.mesh, rank.rank, job.dtype, rank.device)
+    whole = {name: s.real for name, s in stored.items()}
+    weights, _ = checkpoint.read_weights(path, stored, whole, job.mesh, rank.rank, job.dtype, rank.device)
     out: list[dict[str, Tensor]] = [{} for _ in range(layers + 2)]
     for u, name, s in units:
         out[u][name] = weights[s.param.tied_to or unit_path(u, layers, name)]

@@ -22,18 +22,31 @@ from dtrain import checkpoint, data, hardware, hf, layout, metrics, optim
 from dtrain import plan as plans
 from dtrain.checkpoint import Record
 from dtrain.checkpoint.tensors import everyone, names
-from dtrain.layout import Layout
+from dtrain.layout import DIFFERENCES, Layout
 from dtrain.mesh import Groups, Limits, join_world, pipeline_groups
 from dtrain.metrics import Log, say
 from dtrain.plan import Plan, predict
 from dtrain.plan.measured import Measured, beside, columns
 from dtrain.program import blame
 from dtrain.program.compile import Sharing, compile_program, uncompiled
-from dtrain.program.interpret import Bound, Calls, Place, Step, Weights, bind, initial_weights, publish, run
+from dtrain.program.interpret import (
+    Bound,
+    Calls,
+    Place,
+    Step,
+    Weights,
+    bind,
+    blank,
+    initial_weights,
+    owned,
+    publish,
+    run,
+)
 from dtrain.program.lower import Program, lower
 from dtrain.program.remat import Budget
 from dtrain.program.update import Report, State, UpdateConfig, agree, all_reduce, counts_loss, make_update
 from dtrain.rank import Rank
+from dtrain.strict import Allow
 from dtrain.torch_private import enable_symmetric_memory
 
 Batch = Mapping[str, Tensor]
@@ -98,9 +111,8 @@ def train(layout: Layout, rank: Rank, *, quiet: bool) -> None:
             say(log, note)
         r = prepare(plan, rank, source, log, entered, record)
         with torch.no_grad(), checkpoint.open_saver(save_config(r)) as saver:
-            if not done and (path := start_of(layout)):
-                say(log, f"weights of {path}")
-            state = restore(r, done) if done else initialise(r)
+            tell = lambda line: say(log, line)  # noqa: E731
+            state = restore(r, done, tell) if done else initialise(r, tell)
             loop(r, state, saver, log, done, record)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -304,8 +316,9 @@ def describe(log: Log, plan: Plan, rank: Rank, program: Program) -> None:
         )
 
 
-def initialise(r: Run) -> State:
-    """The state before step 1: the weights of the seed, or those that the layout or an imported step 0 brings."""
+def initialise(r: Run, tell: Callable[[str], None] = lambda line: None) -> State:
+    """The state before step 1: the weights of the seed, or those that the layout or an imported step 0 brings. What
+    was done about allowed differences is told."""
     path = start_of(r.layout)
     if path is None:
         return _state(r, initial_weights(r.program, r.place, r.layout.run.seed))
@@ -315,7 +328,16 @@ def initialise(r: Run) -> State:
             hf.keep(came_with, r.folder)
     if (path / "run.json").exists():
         checkpoint.verify(path, r.rank.rank, r.rank.world, r.place.groups.get("start"))
-    return _state(r, checkpoint.starting_weights(path, r.program, r.place))
+    tell(f"weights of {path}")
+    weights, said = checkpoint.starting_weights(path, r.program, r.place, allowed(r.layout), r.layout.run.seed)
+    for line in said:
+        tell(line)
+    return _state(r, weights)
+
+
+def allowed(layout: Layout) -> Allow:
+    """Which differences between the model and what is read may be."""
+    return Allow(*(name in layout.allow for name in DIFFERENCES))
 
 
 def start_of(layout: Layout) -> Path | None:
@@ -331,15 +353,19 @@ def start_of(layout: Layout) -> Path | None:
     )
 
 
-def restore(r: Run, step: int) -> State:
-    """The state after a saved step."""
-    masters = {k: torch.zeros_like(v) for k, v in initial_weights(r.program, r.place, r.layout.run.seed).items()}
-    state = _state(r, masters)
-    path = checkpoint.find(r.folder, step)
-    wanted = names(r.program, state.scale is not None)
-    checkpoint.restore(
-        path, checkpoint.pieces(r.program, r.place, state), wanted, r.place.groups.get("start"), r.rank.world
-    )
+def restore(r: Run, step: int, tell: Callable[[str], None] = lambda line: None) -> State:
+    """The state after a saved step. What was done about allowed differences is told."""
+    masters = blank(r.program, r.place)
+    scale = optim.scale_init(r.config.scaling, r.place.device) if r.config.scaling else None
+    state = State(Weights(masters, {}), optim.init(list(masters.values())), scale)
+    path, wanted = checkpoint.find(r.folder, step), names(r.program, scale is not None)
+    pieces = checkpoint.pieces(r.program, r.place, state)
+    found = checkpoint.restore(path, pieces, wanted, r.place.groups.get("start"), r.rank.world, allowed(r.layout))
+    for line in found.said():
+        tell(line)
+    mine = owned(r.program, r.place.units)
+    lost = [name for name, (s, _, _) in mine.items() if f"master/{s.param.tied_to or name}" in found.missing]
+    masters |= initial_weights(r.program, r.place, r.layout.run.seed, lost)
     state.weights = publish(r.program, r.calls, r.place, masters)
     return state
 

@@ -134,9 +134,9 @@ def test_a_file_that_another_node_kept_to_itself(tmp_path: Path, monkeypatch: py
 def test_loading_is_strict(tmp_path: Path) -> None:
     mine = {**piece([1, 2]), "master/b": Piece(torch.ones(3), (0,), (3,))}
     path = checkpoint.save(tmp_path, Record(1, {}, ""), mine)
-    with pytest.raises(CheckpointError, match="lacks master/c and also has master/b"):
+    with pytest.raises(CheckpointError, match="of another model: master/c is missing, master/b is surplus; allow"):
         checkpoint.restore(path, {}, {"master/a", "master/c"}, None, 1)
-    with pytest.raises(CheckpointError, match=r"master/b has shape \(3,\), not \(4,\)"):
+    with pytest.raises(CheckpointError, match=r"master/b has shape \[3\], not \[4\]$"):
         wrong = {"master/b": Piece(torch.ones(4), (0,), (4,))}
         checkpoint.restore(path, wrong, {"master/a", "master/b"}, None, 1)
     (path / "run.json").write_text('{"step": 1}')

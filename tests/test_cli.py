@@ -51,16 +51,19 @@ def test_a_mistake_is_one_line(verb: str, words: list[str], said: str) -> None:
 
 
 def test_run_passes_everything_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, list[str], bool]] = []
+    calls: list[tuple[str, list[str], bool, list[str]]] = []
 
-    def start(path: str, overrides: list[str], quiet: bool) -> int:
-        calls.append((path, overrides, quiet))
+    def start(path: str, overrides: list[str], quiet: bool, allow: list[str]) -> int:
+        calls.append((path, overrides, quiet, allow))
         return 143
 
     monkeypatch.setattr(launch, "start", start)
     assert dtrain("run", "x.yaml").exit_code == 143
-    assert dtrain("run", "x.yaml", "run.steps=3", "optim.lr=1e-4", "--quiet").exit_code == 143
-    assert calls == [("x.yaml", [], False), ("x.yaml", ["run.steps=3", "optim.lr=1e-4"], True)]
+    assert dtrain("run", "x.yaml", "run.steps=3", "optim.lr=1e-4", "--quiet", "--allow-extra").exit_code == 143
+    assert calls == [
+        ("x.yaml", [], False, []),
+        ("x.yaml", ["run.steps=3", "optim.lr=1e-4"], True, ["extra-tensors"]),
+    ]
 
 
 @pytest.mark.parametrize("equal", [True, False])

@@ -66,7 +66,7 @@ def started(layout: Layout, out: Path) -> Path:
     for rank in range(made.job.mesh.world):
         at = made.job.mesh.coordinates(rank)
         place = Place(made.job.mesh, rank, {}, made.units[at.get("pp", 0)])
-        masters = checkpoint.starting_weights(Path(str(layout.model.load)), program, place)
+        masters, _ = checkpoint.starting_weights(Path(str(layout.model.load)), program, place)
         state = State(Weights(masters, masters), optim.init(list(masters.values())), None)
         held.append(checkpoint.pieces(program, place, state))
     temporary = out.with_suffix(".tmp")

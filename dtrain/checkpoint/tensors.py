@@ -10,9 +10,9 @@ import hashlib
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,10 @@ from dtrain.checkpoint.manifest import Digest, digest
 from dtrain.program.interpret import Place, owned
 from dtrain.program.lower import Program
 from dtrain.program.update import State
+from dtrain.strict import Allow, Differences, differences
 
 Fetch = Callable[[str], Tensor]
+STRICT = Allow()
 
 
 class CheckpointError(Exception):
@@ -189,26 +191,28 @@ class _HashingStream:
         self.stream.close()
 
 
-def restore(path: Path, mine: Mapping[str, Piece], wanted: set[str], group: Any, world: int) -> None:
-    """Fill the pieces of this rank. `wanted` are the tensors that the folder must hold, no more and no less."""
+def restore(
+    path: Path, mine: Mapping[str, Piece], wanted: Collection[str], group: Any, world: int, allow: Allow = STRICT
+) -> Differences:
+    """Fill the pieces of this rank. `wanted` are the tensors that the folder must hold, no more and no less, unless
+    differences are allowed: pieces of tensors that it lacks stay as they are. Raises CheckpointError on all ranks."""
     reader = FileSystemReader(path)
+    shapes = {name: tuple(t.shape) for name, t in described(path).items()}
+    own = {name: mine[name].shape if name in mine else shapes.get(name, ()) for name in wanted}
+    here = differences(shapes, own)
+    shaped = dict.fromkeys(fault for each in everyone(here.shaped, group, world) for fault in each)
+    found = replace(here, shaped=tuple(shaped))
+    if fault := found.refused(allow):
+        raise CheckpointError(f"{path} is of another model: {fault}")
     with _in_one_line(f"{path} cannot be read"):
-        found = reader.read_metadata().state_dict_metadata
-        missing, surplus = sorted(wanted - found.keys()), sorted(found.keys() - wanted)
-        if missing or surplus:
-            parts = [f"{what} {', '.join(ns[:3])}" for what, ns in (("lacks", missing), ("also has", surplus)) if ns]
-            raise CheckpointError(f"{path} is of another model: it {' and '.join(parts)}")
-        for name, piece in mine.items():
-            have = found[name]
-            if not isinstance(have, TensorStorageMetadata) or tuple(have.size) != piece.shape:
-                raise CheckpointError(f"{path}: {name} has shape {tuple(getattr(have, 'size', ()))}, not {piece.shape}")
         load(
-            dict(mine),
+            {name: piece for name, piece in mine.items() if name in shapes},
             storage_reader=reader,
             planner=_Reading(False, False),
             process_group=group,
             no_dist=world == 1,
         )
+    return found
 
 
 def described(path: Path) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from dtrain import models
 from dtrain.hf.config import HFError, model_of
 from dtrain.hf.names import Box, Home, copies, homes, usual_name
+from dtrain.strict import Allow, differences
 
 # What goes along with the weights, unread: tokenizers, chat templates, how to generate.
 BESIDE = (
@@ -35,7 +36,6 @@ BESIDE = (
 )
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 KEPT = "hf"  # in a run's folder: what its model came with
-_LISTED = 8  # differences that an error lists
 
 
 @dataclass(frozen=True)
@@ -107,19 +107,11 @@ def open_folder(path: Path, allow_missing: bool = False, allow_extra: bool = Fal
     for name, original in repeated.items():
         if cfg.tied and name in found and original in found:
             _check_copy(folder, name, original)
-    missing = sorted(wanted.keys() - found.keys())
-    extra = sorted(found.keys() - wanted.keys() - repeated.keys())
-    both = [(n, found[n][2], shape) for n, shape in wanted.items() if n in found]
-    shaped = [f"{n} has shape {list(has)}, not {list(shape)}" for n, has, shape in both if has != shape]
-    faults = [f"{n} is missing" for n in missing if not allow_missing]
-    faults += [f"{n} is surplus" for n in extra if not allow_extra] + shaped
-    if faults:
-        more = f" and {len(faults) - _LISTED} more" if len(faults) > _LISTED else ""
-        hint = "; allow it with --allow-missing" if missing and not allow_missing and not shaped else ""
-        hint = hint or ("; allow it with --allow-extra" if extra and not shaped else "")
-        raise HFError(f"{path}: {', '.join(faults[:_LISTED])}{more}{hint}")
-    said = [f"missing: {n}: initial values" for n in missing] + [f"surplus: {n}: left out" for n in extra]
-    return folder, said
+    shapes = {name: shape for name, (_, _, shape) in found.items()}
+    differing = differences(shapes, wanted, repeated)
+    if fault := differing.refused(Allow(allow_missing, allow_extra)):
+        raise HFError(f"{path}: {fault}")
+    return folder, differing.said()
 
 
 def _check_copy(folder: Folder, name: str, original: str) -> None:

@@ -38,10 +38,11 @@ from dtrain.layout.derived import (
 from dtrain.layout.errors import at, fail, first
 from dtrain.layout.placement import levels, link_between, link_rate
 from dtrain.layout.reader import LayoutError, Where, override, read
-from dtrain.layout.schema import Layout, Link, LossScale, Model, RematBudget, completed, schema_keys
+from dtrain.layout.schema import DIFFERENCES, Layout, Link, LossScale, Model, RematBudget, completed, schema_keys
 from dtrain.layout.start import started
 
 __all__ = [
+    "DIFFERENCES",
     "Layout",
     "LayoutError",
     "RematBudget",

@@ -27,8 +27,9 @@ from dtrain.axes import AXES, DIMS
 from dtrain.hardware import LINKS, nearest
 from dtrain.layout.reader import Where
 
-# Checks of where a dim runs; `allow: [...]` silences one by name.
-CHECKS = ("tp-across-nodes", "link-leaves-domain", "spans-two-levels", "slow-inside-fast")
+# What `allow: [...]` lets pass by name: differences between the model and what is read, and where a dim runs.
+DIFFERENCES = ("missing-tensors", "extra-tensors")
+CHECKS = ("tp-across-nodes", "link-leaves-domain", "spans-two-levels", "slow-inside-fast", *DIFFERENCES)
 
 
 # What forward keeps for backward, by a name or as a list of kinds; `program.remat` says what they mean.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
@@ -74,10 +74,21 @@ def storage_path(program: Program, unit: int, name: str) -> str:
     return unit_path(unit, program.job.layers, name)
 
 
-def initial_weights(program: Program, place: Place, seed: int) -> dict[str, Tensor]:
-    """Masters at step 0, shard by shard."""
+def initial_weights(
+    program: Program, place: Place, seed: int, only: Collection[str] | None = None
+) -> dict[str, Tensor]:
+    """Masters at step 0, shard by shard; all that the rank has, or `only` those of some paths."""
     return {
         path: storage.fill(replace(s, path=path), place.mesh, place.at, seed, program.job.master, place.device)
+        for path, (s, _, _) in owned(program, place.units).items()
+        if only is None or path in only
+    }
+
+
+def blank(program: Program, place: Place) -> dict[str, Tensor]:
+    """Masters that are yet to be read: zeros, as padding is."""
+    return {
+        path: torch.zeros(s.shape(len(s.steps)), dtype=program.job.master, device=place.device)
         for path, (s, _, _) in owned(program, place.units).items()
     }
 
