@@ -28,6 +28,7 @@ from dtrain.metrics import Log, say
 from dtrain.plan import Plan, predict
 from dtrain.plan.measured import Measured, beside, columns
 from dtrain.program import blame
+from dtrain.program.capture import captured
 from dtrain.program.compile import Sharing, compile_program, uncompiled
 from dtrain.program.interpret import (
     Bound,
@@ -387,7 +388,7 @@ def loop(r: Run, state: State, saver: checkpoint.Saver, log: Log, done: int, rec
     held_out = HeldOut(r)
     clock = Clock(r)
     trace = Trace(r)
-    stopping = lambda: r.rank.stopping() or saver.failed  # noqa: E731
+    take = taking(r, state, lambda: r.rank.stopping() or saver.failed)
     report = None
     if lay.run.eval_every and not done:
         with clock.paused():
@@ -396,11 +397,8 @@ def loop(r: Run, state: State, saver: checkpoint.Saver, log: Log, done: int, rec
     for number in range(done + 1, lay.run.steps + 1):
         with trace.step(number):
             step, empty = training_step(r, number, state)
-            reports: list[Report] = []
             lr = optim.lr_at(r.schedule, number)
-            update = make_update(r.program, r.place, state, r.config, lr, stopping, reports.append)
-            run(r.steps, state.weights, dataclasses.replace(step, update=update))
-        report = reports[0]
+            report = take(step, lr)
         if empty:
             say(log, f"step {number}: no label in the whole batch is valid; the step has no gradient")
         if report.skipped:
@@ -433,6 +431,21 @@ def loop(r: Run, state: State, saver: checkpoint.Saver, log: Log, done: int, rec
     if log.cfg.writes:
         said[-1:-1] = [f"  {line}" for line in predicted(r, log, number, clock, memory)]
     say(log, "\n".join(said))
+
+
+def taking(r: Run, state: State, stopping: Callable[[], bool]) -> Callable[[Step, float], Report]:
+    """What takes a step at a learning rate and updates the state: action by action, or replayed as one CUDA graph."""
+    if r.layout.run.cuda_graph:
+        replay = captured(r.steps, state, r.config)
+        return lambda step, lr: replay(step, lr, stopping())
+
+    def take(step: Step, lr: float) -> Report:
+        reports: list[Report] = []
+        update = make_update(r.program, r.place, state, r.config, lr, stopping, reports.append)
+        run(r.steps, state.weights, dataclasses.replace(step, update=update))
+        return reports[0]
+
+    return take
 
 
 def training_step(r: Run, number: int, state: State) -> tuple[Step, bool]:

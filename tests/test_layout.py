@@ -569,6 +569,31 @@ BAD: dict[str, tuple[list[tuple[str, str]], str, list[str]]] = {
         "kernels",
         ["kernels.async_tp: true", "run: {compile: on}"],
     ),
+    "a CUDA graph on CPUs": (
+        [
+            ("cluster: {nodes: 2, gpus_per_node: 4, gpu: h100-sxm}", "cluster: {nodes: 1, gpus_per_node: 8}"),
+            ("pp: {size: 2, link: ib}", "pp: {size: 2, link: loopback}"),
+            ("dp: {size: 2, link: nvlink}", "dp: {size: 2, link: loopback}"),
+            ("tp: {size: 2, link: nvlink}", "tp: {size: 2, link: loopback}"),
+            ("precision: bf16", "precision: bf16\n  cuda_graph: true"),
+        ],
+        "cuda_graph",
+        ["run.cuda_graph: true", "needs GPUs, not cpu"],
+    ),
+    "a CUDA graph of a pipeline": (
+        [("precision: bf16", "precision: bf16\n  cuda_graph: true")],
+        "cuda_graph",
+        ["run.cuda_graph: true", "one pipeline stage, not pp 2"],
+    ),
+    "a CUDA graph in fp16": (
+        [
+            ("  pp: {size: 2, link: ib}\n", ""),
+            ("nodes: 2, gpus_per_node: 4", "nodes: 1, gpus_per_node: 4"),
+            ("precision: bf16", "precision: fp16\n  cuda_graph: true"),
+        ],
+        "cuda_graph",
+        ["run.cuda_graph: true", "constant loss scale", "bf16"],
+    ),
     # text
     "a tab": ([("  warmup: 2", "\twarmup: 2")], "\twarmup", ["tab", "spaces"]),
     "not YAML": ([("family: llama", "family: llama: 3")], "family", ["not YAML"]),

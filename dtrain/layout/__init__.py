@@ -163,6 +163,7 @@ def _check(layout: Layout) -> None:
     module, cfg = family(layout)
     checks.check_kernels(layout, module, cfg)
     checks.check_async_tp(layout)
+    checks.check_cuda_graph(layout)
     tree = module.params(cfg)
     rules.check_rules(layout, module, tree)
     rules.check_collisions(layout, tree)

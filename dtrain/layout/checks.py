@@ -135,6 +135,21 @@ def check_async_tp(layout: Layout) -> None:
         fail(layout, "kernels.async_tp", f"true; needs {lacking}; or remove it")
 
 
+def check_cuda_graph(layout: Layout) -> None:
+    """Whether a rank's whole step can be recorded once and replayed."""
+    if not layout.run.cuda_graph:
+        return
+    lacking, pp = None, layout.sizes["pp"]
+    if layout.cluster.device.capability is None:
+        lacking = f"GPUs, not {layout.cluster.gpu}"
+    elif pp > 1:
+        lacking = f"one pipeline stage, not pp {pp}: a recorded rank cannot meet the transfers of others in between"
+    elif layout.run.precision == "fp16":
+        lacking = "a constant loss scale, which fp16 has not; use precision: bf16"
+    if lacking:
+        fail(layout, "run.cuda_graph", f"true; needs {lacking}; or remove it")
+
+
 def check_pipeline(layout: Layout, cfg: Any) -> None:
     pipe, pp, n = layout.pipeline, layout.sizes["pp"], cfg.layers
     count = stages(layout)

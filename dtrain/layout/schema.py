@@ -314,6 +314,7 @@ class Run(Section):
     profile: Profile | None = None
     timeouts: Timeouts = Timeouts()
     deterministic: bool = False
+    cuda_graph: bool = False
 
 
 class Kernels(Section):

@@ -125,10 +125,11 @@ def owns_for_norm(program: Program, place: Place, path: str, s: Stored) -> bool:
 @dataclass(frozen=True)
 class Step:
     """What one step is given. `batch(mb)` has this rank's fields of a microbatch; `counts` the global valid
-    counts (0-dim), `seed` the run's; `scale` multiplies the loss (fp16), as a 0-dim tensor."""
+    counts (0-dim), `seed` the run's; `scale` multiplies the loss (fp16), as a 0-dim tensor. Numbers that change while
+    the work on the device stays as recorded are 0-dim tensors too."""
 
-    number: int
-    seed: int
+    number: int | Tensor
+    seed: int | Tensor
     batch: Callable[[int], Mapping[str, Tensor]]
     counts: Mapping[str, Tensor]
     scale: Tensor
@@ -525,5 +526,5 @@ def _update(program: Program, calls: Calls, place: Place) -> Op:
     return op
 
 
-def _number(i: int, device: str) -> Tensor:
-    return torch.tensor(i, dtype=torch.int64, device=device)
+def _number(i: int | Tensor, device: str) -> Tensor:
+    return i if isinstance(i, Tensor) else torch.tensor(i, dtype=torch.int64, device=device)

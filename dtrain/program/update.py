@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,8 +51,8 @@ def counts_loss(program: Program, place: Place) -> bool:
 
 def agree(place: Place, values: list[float | Tensor]) -> Tensor:
     """Sum a few numbers over the world, in float64."""
-    wide = [v.to(torch.float64) if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float64) for v in values]
-    vector = torch.stack([v.to(place.device) for v in wide])
+    f64: dict[str, Any] = {"dtype": torch.float64, "device": place.device}
+    vector = torch.stack([v.to(**f64) if isinstance(v, Tensor) else torch.full((), v, **f64) for v in values])
     return all_reduce(place, vector, "world")
 
 
@@ -76,18 +77,33 @@ def make_update(
 
     A norm or loss that is not finite leaves weights, moments and step count as they were.
     """
+    apply = on_device(program, place, state, config)
+
+    def update(grads: dict[str, Tensor], loss: Tensor) -> Mapping[str, Tensor]:
+        tell(report(apply(grads, loss, lr, float(stop()))))
+        return state.weights.masters
+
+    return update
+
+
+def on_device(
+    program: Program, place: Place, state: State, config: UpdateConfig
+) -> Callable[[dict[str, Tensor], Tensor, float | Tensor, float | Tensor], Tensor]:
+    """The same as work for the device alone, which nothing waits for: a function of gradient shards, this rank's part
+    of the loss, the learning rate and whether it was asked to stop (0 or 1), that updates `state` and returns what
+    `report` reads."""
     stored = owned(program, place.units)
     counted = [owns_for_norm(program, place, path, s) for path, (s, _, _) in stored.items()]
     reports_loss = counts_loss(program, place)
 
-    def update(grads: dict[str, Tensor], loss: Tensor) -> Mapping[str, Tensor]:
+    def apply(grads: dict[str, Tensor], loss: Tensor, lr: float | Tensor, stop: float | Tensor) -> Tensor:
         mine = [grads[p] for p in stored]
         mine_once = [g for g, c in zip(mine, counted, strict=True) if c]
         norms = torch._foreach_norm(mine_once) if mine_once else [torch.zeros((), device=place.device)]
         square = torch.stack([n.double().square() for n in norms]).sum()
-        total = agree(place, [square, loss if reports_loss else 0.0, float(stop())])
-        scale = state.scale["scale"].double() if state.scale is not None else torch.ones((), dtype=torch.float64)
-        scale = scale.to(place.device)
+        total = agree(place, [square, loss if reports_loss else 0.0, stop])
+        one = torch.ones((), dtype=torch.float64, device=place.device)
+        scale = state.scale["scale"].double() if state.scale is not None else one
         norm = total[0].sqrt() / scale
         skip = ~torch.isfinite(norm + total[1])
         masters = list(state.weights.masters.values())
@@ -103,8 +119,12 @@ def make_update(
         )
         if state.scale is not None and config.scaling is not None:
             state.scale = optim.scale_update(config.scaling, state.scale, skip)
-        loss_sum, flags = float(total[1]), bool(total[2] > 0)
-        tell(Report(loss_sum, float(norm), bool(skip), flags))
-        return state.weights.masters
+        return torch.stack([total[1], norm, skip.double(), total[2]])
 
-    return update
+    return apply
+
+
+def report(told: Tensor) -> Report:
+    """What `on_device` returned, for the host; waits for it."""
+    loss, norm, skipped, stop = told.tolist()
+    return Report(loss, norm, skipped > 0, stop > 0)
