@@ -50,12 +50,12 @@ def train(
     calls: Calls | None = None,
     done: int = 0,
     enter: Callable[[Program, Place, State], None] | None = None,
-    leave: Callable[[Program, Place, State], None] | None = None,
+    after: Callable[[int, Program, Place, State], None] | None = None,
 ) -> Trained:
     """Train on simulated ranks, one step a batch. `batches` are global; `counts` their valid counts.
 
-    `enter` may fill each rank's state before the first step, as a checkpoint of step `done` does; `leave` is shown it
-    after the last one.
+    `enter` may fill each rank's state before the first step, as a checkpoint of step `done` does; `after` is shown it
+    after each step.
     """
     program = program or lower(plan.job)
     calls = calls or uncompiled(program)
@@ -93,8 +93,8 @@ def train(
             step = Step(number, seed, local, counts[number - done - 1], scaled, observed)
             run(bound, state.weights, step)
             params.append({k: v.clone() for k, v in state.weights.masters.items()})
-        if leave is not None:
-            leave(program, place, state)
+            if after is not None:
+                after(number, program, place, state)
         return place, reports, grads, params
 
     ranks = simulate(mesh, sorted(names), work)

@@ -160,7 +160,8 @@ def test_time_spent_waiting_for_data_is_told(
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bitwise, with dropout: losses, norms, rates, samples, weights and moments, over two interruptions."""
+    """Bitwise, with dropout and accumulation: losses, norms, rates, samples, weights and moments, over interruptions at
+    the end of an epoch (5 steps of 4 samples) and within one."""
     read: dict[int, list[int]] = {}
     original = data.Ahead.get
 
@@ -170,10 +171,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, monkeypatch: pyt
         return out
 
     monkeypatch.setattr(data.Ahead, "get", get)
-    straight = make(tmp_path / "straight", model=GPT2)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(chr(97 + i * i % 26) for i in range(20 * 16 + 1)))
+    source = ("data.source=text", f"data.path={text}", "data.validation.fraction=0")
+    straight = make(tmp_path / "straight", *source, model=GPT2)
+    assert data.open_source(train.data_config(plan.plan(straight))).train == 20
     alone(straight)
     samples, read = read, {}
-    broken = make(tmp_path / "broken", model=GPT2)
+    broken = make(tmp_path / "broken", *source, model=GPT2)
     for stop in (5, 7, 10**9):
         alone(broken, stop_after=stop)
     assert checkpoint.steps(tmp_path / "broken") == [5, 7, 10]
@@ -208,7 +213,8 @@ def test_a_run_over_a_stream_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_sharded_padded_state_survives_a_resume(tmp_path: Path) -> None:
-    """A vocabulary of 257 over fsdp 4: padded shards in memory, none of it on disk, and the same curve."""
+    """A vocabulary of 257 over fsdp 4: padded shards in memory, none of it on disk, and the same curve. What is written
+    while training goes on is the same as what is not."""
     kinds: dict[str, str] = {
         "model": LLAMA.replace("vocab: 256", "vocab: 257, tied: true"),
         "mesh": "fsdp: {size: 4}",
@@ -216,7 +222,7 @@ def test_sharded_padded_state_survives_a_resume(tmp_path: Path) -> None:
         "compute": "batch: fsdp",
     }
     layout = make(tmp_path, "run.steps=4", "run.save_every=2", **kinds)
-    together(layout)
+    together(make(tmp_path, "run.steps=4", "run.save_every=2", "run.background_save=wait", **kinds))
     straight, after = rows(layout, "loss", "grad_norm"), tensors(tmp_path, 4)
     assert after["master/embed/table"].shape == (257, 32)
     shutil.rmtree(tmp_path / "step-4")

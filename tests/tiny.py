@@ -10,7 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dtrain import layout, plan
+from dtrain import checkpoint, layout, plan
+from dtrain.checkpoint import saving, tensors
 from dtrain.mesh import fake_mesh
 from dtrain.program import lower as lower_module
 from dtrain.program import passes
@@ -89,6 +90,17 @@ def counts(segment: Segment, *graphs: str) -> dict[str, int]:
     return dict(
         Counter(f"{op} {group}" for g in graphs if g in segment.graphs for op, group, _ in ledger(segment.graphs[g]))
     )
+
+
+def save_ranks(path: Path, record: checkpoint.Record, held: list[dict[str, checkpoint.Piece]]) -> None:
+    """A checkpoint of what ranks hold, each writing its part, from one process."""
+    temporary = path.with_suffix(".tmp")
+    temporary.mkdir(parents=True)
+    plans, metadata = tensors.global_plan([tensors.local_plan(mine) for mine in held])
+    parts = []
+    for part, mine in zip(plans, held, strict=True):
+        parts.append(tensors.write_part(temporary, part, lambda name, mine=mine: mine[name].tensor))  # type: ignore[misc]
+    saving.publish(path, temporary, metadata, parts, record)
 
 
 @cache
