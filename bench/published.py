@@ -11,15 +11,21 @@ from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import json
 import multiprocessing
+import os
+import pickle
+import random
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +35,23 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE)]
 from rows import ONE_LAYER, Row, SkipError, complete, layout_of, source_of, sweep_of  # noqa: E402
 
+import dtrain  # noqa: E402
+from dtrain import layout as layouts  # noqa: E402
 from dtrain.layout import Layout, LayoutError  # noqa: E402
 from dtrain.plan import Plan, plan, seconds  # noqa: E402
-from dtrain.plan.memory import capacity, context, memories  # noqa: E402
-from dtrain.plan.timeline import COMPUTE, Timeline, timeline  # noqa: E402
-from dtrain.program.lower import Program, lower  # noqa: E402
+from dtrain.plan.loads import Loads, loads_of  # noqa: E402
+from dtrain.plan.memory import capacity, context, memories, total  # noqa: E402
+from dtrain.plan.timeline import COMPUTE, Timeline, timed  # noqa: E402
+from dtrain.program.lower import lower  # noqa: E402
+from dtrain.sharding import LoweringError  # noqa: E402
 
+Say = Callable[[str], None]
+PACKAGE = Path(dtrain.__file__).parent
+# What lowering and memory are made of.
+LOWERING = (
+    *("program/*.py", "models/*.py", "layout/*.py", "plan/__init__.py", "plan/memory.py", "plan/loads.py"),
+    *("axes.py", "hardware.py", "mesh.py", "ops.py", "rng.py", "sharding.py", "storage.py"),
+)
 LEAST = 4  # rows of a sweep, below which an order says nothing
 
 
@@ -52,43 +69,151 @@ class Found:
 # ------------------------------------------------------------------------------------------------- predictions
 
 
-def predict_all(rows: Sequence[Row], workers: int = 2) -> dict[str, Found]:
-    """The predictions of all rows, by id. Rows with the same lowered program share it."""
-    out: dict[str, Found] = {}
-    jobs: dict[str, list[Row]] = {}
+@dataclass(frozen=True)
+class Read:
+    """What is read off a row's lowered program: its loads, and the bytes that its heaviest rank holds, without the
+    reserve. Neither depends on the constants."""
+
+    loads: Loads
+    held: int
+
+
+def sample_of(rows: Sequence[Row], n: int) -> list[Row]:
+    """About `n` rows that can be modelled, of every source the same share and at least one, always the same."""
+    members: dict[str, list[Row]] = {}
+    for row in rows:
+        if not skipped(row):
+            members.setdefault(source_of(row), []).append(row)
+    share = n / max(1, sum(map(len, members.values())))
+    return [
+        row
+        for source, of in members.items()
+        for row in random.Random(source).sample(of, min(len(of), max(1, round(share * len(of)))))
+    ]
+
+
+def skipped(row: Row) -> str:
+    """Why a row is not modelled, or nothing."""
+    try:
+        layout_of(row)
+    except SkipError as error:
+        return str(error)
+    return ""
+
+
+def read_all(rows: Sequence[Row], cache: Path, workers: int = 2, say: Say = lambda line: None) -> dict[str, Read | str]:
+    """What is read off the rows' programs, by id, or why a row is skipped. Each program is lowered once for all rows
+    that share it, and kept in the folder `cache`, so that a run that is stopped goes on where it was."""
+    out: dict[str, Read | str] = {}
+    shared: dict[str, list[Row]] = {}
     for row in rows:
         try:
-            jobs.setdefault(repr(plan(layout_of(row)).job), []).append(row)
+            made = shortened(layout_of(row))
+            shared.setdefault(repr((made.job, made.layout.run.compile)), []).append(row)
         except (SkipError, LayoutError) as error:
-            out[row["id"]] = Found(row["id"], str(error))
+            out[row["id"]] = str(error)
+    cache.mkdir(parents=True, exist_ok=True)
+    began, done = time.monotonic(), 0
+    with _mapping(workers) as map_:
+        for found in map_(_read_rows, shared.values(), [cache] * len(shared)):
+            out |= found
+            done += len(found)
+            say(f"{done} of {sum(map(len, shared.values()))} rows, {time.monotonic() - began:.0f} s")
+    return out
+
+
+@contextmanager
+def _mapping(workers: int) -> Iterator[Callable[..., Iterable[Any]]]:
+    """map in this process, or over processes of one thread each (spawned: forked ones would inherit torch's)."""
     if workers == 1:
-        done = [f for members in jobs.values() for f in predict_rows(members)]
-    else:  # forked processes would inherit torch's threads
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(workers, context, torch.set_num_threads, (1,)) as pool:
-            done = [f for found in pool.map(predict_rows, jobs.values()) for f in found]
-    return out | {f.id: f for f in done}
+        yield map
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, spawn, torch.set_num_threads, (1,)) as pool:
+        yield pool.map
 
 
-def predict_rows(rows: Sequence[Row]) -> list[Found]:
-    """The predictions of rows that share a lowered program."""
-    program = lower(plan(layout_of(rows[0])).job)
-    return [predict_row(row, plan(layout_of(row)), program) for row in rows]
+def _read_rows(rows: Sequence[Row], cache: Path) -> dict[str, Read | str]:
+    """The rows of one program."""
+    layouts_ = {row["id"]: layout_of(row) for row in rows}
+    path = cache / (hashlib.sha256(repr((code(), layouts_)).encode()).hexdigest()[:24] + ".pickle")
+    if path.exists():
+        found: dict[str, Read | str] = pickle.loads(path.read_bytes())
+        return found
+    made = {name: shortened(layout) for name, layout in layouts_.items()}
+    first = next(iter(made.values()))
+    try:
+        program = lower(first.job)
+    except LoweringError as error:
+        found = {name: str(error) for name in made}
+    else:
+        loads = loads_of(program, first.layout.run.compile != "off")
+        found = {
+            name: Read(loads, max(m.peak - m.reserve for m in memories(plan, program))) for name, plan in made.items()
+        }
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_bytes(pickle.dumps(found))
+    part.replace(path)
+    return found
 
 
-def predict_row(
-    row: Row, made: Plan, program: Program, constants: Mapping[str, seconds.Constants] = seconds.CONSTANTS
-) -> Found:
-    memory = memories(made, program)
-    worst = max(m.peak for m in memory)
-    have = capacity(made.layout)
-    times = timeline(made, program, constants[made.layout.cluster.device.kind])
-    step = _layer(times, made.layout) if row["step_target_basis"].startswith(ONE_LAYER) else times.step
-    outside = 0 if "nvidia-smi" in row["peak_mem_unit"] else context(made.layout)
-    return Found(row["id"], "", step, worst - outside, have is None or worst <= have)
+@cache
+def code() -> str:
+    """A digest of the code that what is read off a program depends on."""
+    digest = hashlib.sha256((HERE / "squared_relu.py").read_bytes())
+    for file in sorted(f for part in LOWERING for f in PACKAGE.glob(part)):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
-def _layer(times: Timeline, layout: Layout) -> float:
+def shortened(layout: Layout, times: int = 4) -> Plan:
+    """The plan of a layout, of a step of at most `times` microbatches for each stage: the pipeline is full by then,
+    and more of them add the same time each and no memory but their tokens."""
+    return plan(_cut(layout, min(layouts.microbatches(layout), times * layout.sizes["pp"])))
+
+
+def _cut(layout: Layout, microbatches: int) -> Layout:
+    batch = layout.data.batch // layouts.microbatches(layout) * microbatches
+    return layout.model_copy(update={"data": layout.data.model_copy(update={"batch": batch})})
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A row that is ready to be timed with any constants: its step, or two shorter ones of `count` microbatches."""
+
+    row: Row
+    layout: Layout
+    read: Read
+    plans: tuple[Plan, ...]
+    counts: tuple[int, ...]
+
+    def step(self, constants: seconds.Constants | None = None) -> float:
+        """Seconds of the step; of a layer, where the row timed one."""
+        times = [timed(p, self.read.loads, constants) for p in self.plans]
+        if self.row["step_target_basis"].startswith(ONE_LAYER):
+            return _layer(times[0])
+        steps = [t.step for t in times]
+        each = (steps[-1] - steps[0]) / max(1, self.counts[-1] - self.counts[0])
+        return steps[-1] + each * (layouts.microbatches(self.layout) - self.counts[-1])
+
+
+def timing(row: Row, read: Read) -> Timed:
+    """A row with the plans of its step. Of a long step, two that differ by a microbatch for each stage."""
+    layout = layout_of(row)
+    whole, stages = layouts.microbatches(layout), layout.sizes["pp"]
+    counts = (whole,) if whole <= 4 * stages else (3 * stages, 4 * stages)
+    return Timed(row, layout, read, tuple(plan(_cut(layout, n)) for n in counts), counts)
+
+
+def predict_row(of: Timed, constants: seconds.Constants | None = None) -> Found:
+    """The prediction of a row, with the constants of its GPU's class or others."""
+    peak = total(of.read.held, of.layout)
+    have = capacity(of.layout)
+    outside = 0 if "nvidia-smi" in of.row["peak_mem_unit"] else context(of.layout)
+    return Found(of.row["id"], "", of.step(constants), peak - outside, have is None or peak <= have)
+
+
+def _layer(times: Timeline) -> float:
     """Seconds of a layer's forward and backward."""
     spans = [s for s in times.spans[0] if s.stream == COMPUTE and s.action.unit == 1 and s.action.kind in "FB"]
     return sum(s.end - s.start for s in spans)
@@ -233,11 +358,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one object")
     parser.add_argument("--workers", type=int, default=2, help="processes")
     parser.add_argument("--rows", action="store_true", help="print each row too")
+    parser.add_argument("--sample", type=int, metavar="N", help="only about N rows, the same share of each source")
+    parser.add_argument("--cache", type=Path, default=Path("build/published"), help="folder of what is lowered")
     asked = parser.parse_args(arguments)
     start = time.monotonic()
     with asked.csv.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    found = predict_all(rows, asked.workers)
+        rows: list[Row] = list(csv.DictReader(file))
+    if asked.sample:
+        rows = sample_of(rows, asked.sample)
+    read = read_all(rows, asked.cache, asked.workers, lambda line: print(line, file=sys.stderr, flush=True))
+    found = {
+        r["id"]: Found(r["id"], of) if isinstance(of := read[r["id"]], str) else predict_row(timing(r, of))
+        for r in rows
+    }
     sources = dict.fromkeys(map(source_of, rows))
     if asked.json:
         each = {s: scores([r for r in rows if source_of(r) == s], found) for s in sources}

@@ -35,8 +35,10 @@ class Framework:
 MEGATRON = Framework(fused=True, attention="math", dropout=0.1)
 # Megatron-Core in NeMo and Megatron-Bridge: Transformer Engine's kernels.
 CORE = Framework(fused=True, attention="auto")
-# Models with kernels for norms and rotations: Composer's (torch's layer norm), nanotron's and GPT-NeoX's.
+# Models with kernels for norms and rotations: nanotron's; Composer's and GPT-NeoX's of 2023, with the first
+# FlashAttention, which is as fast as the memory-efficient kernel.
 KERNELS = Framework(fused=True, attention="flash")
+FLASH_1 = Framework(fused=True, attention="efficient")
 # Models of plain operations, RMS norm among them, unless a row says otherwise: torchtitan, FMS, Aleph Alpha's.
 EAGER = Framework(fused=False, attention="flash")
 XLA = Framework(fused=True, attention="math")
@@ -44,7 +46,8 @@ FRAMEWORKS = {
     **dict.fromkeys(("meg19", "meg20", "meg20blog", "nar21", "meg21jan", "meg21", "kor22", "mtnlg", "zb"), MEGATRON),
     **dict.fromkeys(("bloompre", "bloom", "bs1b3"), MEGATRON),
     **dict.fromkeys(("mcore24", "nemo2407", "nemolong", "dgxc", "mb", "mbskill", "nemotron4", "megascale"), CORE),
-    **dict.fromkeys(("mosaic", "nano", "pythia"), KERNELS),
+    **dict.fromkeys(("mosaic", "pythia"), FLASH_1),
+    "nano": KERNELS,
     **dict.fromkeys(("tt24", "tt25", "tt24apr", "tt24aug", "fms", "aa"), EAGER),
     "alpa": XLA,
 }
@@ -235,7 +238,7 @@ def _model(row: Row, framework: Framework) -> dict[str, Any]:
 def _attention(row: Row, framework: Framework) -> str:
     kernels = row["compile_kernels"].lower()
     if "flash" in kernels:
-        return "flash"
+        return "efficient" if "v1" in kernels else framework.attention
     return "math" if "softmax" in kernels or kernels in ("torch", "fused") else framework.attention
 
 

@@ -8,6 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny
+
+from dtrain.plan.loads import loads_of
+from dtrain.plan.timeline import timed
+from dtrain.program.lower import lower
 
 BENCH = Path(__file__).parent.parent / "bench"
 sys.path[:0] = [str(BENCH)]
@@ -47,19 +52,63 @@ def test_what_cannot_be_modelled_says_why(row: str, why: str) -> None:
         rows.layout_of(ALL[row])
 
 
-def test_a_few_rows_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    chosen = ["meg20-v100-tp1", "tt24apr-Llama-2-70B-selectiveop-bs2", "opt-175b"]
-    path = tmp_path / "few.csv"
+def few(path: Path, *names: str) -> Path:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(ALL["opt-175b"]))
         writer.writeheader()
-        writer.writerows(ALL[name] for name in chosen)
-    assert published.main([str(path), "--workers", "1", "--json"]) == 0
-    made = json.loads(capsys.readouterr().out)
-    assert set(made["sources"]) == {"meg20", "tt24apr", "opt"}
-    assert 0 < made["median_abs_err"] < 0.5 and made["modelled_share"] == 1.0
-    assert made["sources"]["tt24apr"]["fits_accuracy"] in (0.0, 1.0)
-    assert made["sources"]["opt"]["median_abs_err"] is None
+        writer.writerows(ALL[name] for name in names)
+    return path
+
+
+def test_a_few_rows_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One process and two say the same, and what a stopped run has lowered is not lowered again."""
+    one = few(tmp_path / "one.csv", "meg20-v100-tp1")
+    two = few(tmp_path / "two.csv", "meg20-v100-tp1", "tt24apr-Llama-3-8B-selectiveop-bs1", "opt-175b")
+    made = {}
+    for name, path, workers in (("stopped", one, "1"), ("on", two, "1"), ("processes", one, "2")):
+        kept = tmp_path / ("processes" if workers == "2" else "one")
+        assert published.main([str(path), "--workers", workers, "--cache", str(kept), "--json"]) == 0
+        said = capsys.readouterr()
+        made[name] = json.loads(said.out)
+        assert f" of {2 if path == two else 1} rows, " in said.err.splitlines()[-1]
+    assert made["stopped"] == made["processes"]
+    assert made["on"]["sources"]["meg20"] == made["stopped"]["sources"]["meg20"]
+    assert set(made["on"]["sources"]) == {"meg20", "tt24apr", "opt"}
+    assert 0 < made["on"]["median_abs_err"] < 0.5 and made["on"]["modelled_share"] == 1.0
+    assert made["on"]["sources"]["tt24apr"]["fits_accuracy"] in (0.0, 1.0)
+    assert made["on"]["sources"]["opt"]["median_abs_err"] is None
+    assert len(list((tmp_path / "one").iterdir())) == 2
+
+
+def test_a_kept_program_is_not_lowered_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = ALL["meg20-v100-tp1"]
+    first = published.read_all([row], tmp_path, 1)
+    monkeypatch.setattr(published, "lower", lambda job: pytest.fail("lowered again"))
+    assert published.read_all([row], tmp_path, 1) == first
+    monkeypatch.setattr(published, "code", lambda: "other code")
+    with pytest.raises(pytest.fail.Exception, match="lowered again"):
+        published.read_all([row], tmp_path, 1)
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "pp2"])
+def test_a_long_step_is_as_long_as_its_microbatches_say(mesh: str) -> None:
+    """Timed by two shorter steps, to rounding what the whole list of actions takes."""
+    made = tiny.make("gpt2", mesh, ("data.batch=48", "data.microbatch=1", "shard.optimizer={}"))
+    loads = loads_of(lower(made.job), True)
+    row = {**ALL["meg20-v100-tp1"], "id": "x"}
+    counts = (3 * made.layout.sizes["pp"], 4 * made.layout.sizes["pp"])
+    plans = tuple(published.plan(published._cut(made.layout, n)) for n in counts)
+    cut = published.Timed(row, made.layout, published.Read(loads, 0), plans, counts)
+    assert made.microbatches > 4 * made.layout.sizes["pp"]
+    assert cut.step() == pytest.approx(timed(made, loads).step, rel=1e-9)
+
+
+def test_a_sample_has_every_source_and_is_always_the_same() -> None:
+    table = [r for r in ALL.values() if rows.source_of(r) in ("mosaic", "nano", "alpa", "opt")]
+    sample = published.sample_of(table, 12)
+    sources = [rows.source_of(r) for r in sample]
+    assert set(sources) == {"mosaic", "nano", "alpa"} and sources.count("mosaic") > 5 and len(sample) <= 14
+    assert sample == published.sample_of(table, 12)
 
 
 def test_scores_are_medians_of_groups_then_sources() -> None:

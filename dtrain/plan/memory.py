@@ -83,6 +83,12 @@ def context(layout: Layout) -> int:
     return CONTEXT[min(capability[0], max(CONTEXT))] if capability else 0
 
 
+def total(held: int, layout: Layout) -> int:
+    """Bytes that a rank needs of its GPU, which holds so many: with the reserve for what torch does not count."""
+    outside = context(layout)
+    return held + int((FRAGMENTS if outside else 0.0) * held) + outside
+
+
 def memory(plan: Plan, program: Program, pp: int) -> Memory:
     """What a rank at a pipeline coordinate holds."""
     return _walk(plan, program, pp, flows(plan, program))
@@ -478,15 +484,13 @@ def _in_flight(graph: Graph, f: Flow) -> int:
 
 def _walk(plan: Plan, program: Program, pp: int, found: Flows) -> Memory:
     """Run a coordinate's list on bytes."""
-    outside = context(plan.layout)
-    lost = FRAGMENTS if outside else 0.0
     most, moment, over_time, then = -1, 0, [], {}
     for position, step in enumerate(held(plan, program, pp, found)):
-        over_time.append(step.most + int(lost * step.most) + outside)
+        over_time.append(total(step.most, plan.layout))
         if step.most > most:
             most, moment, then = step.most, position, dict(step.then)
-    reserve = int(lost * most) + outside
-    return Memory(**then, reserve=reserve, peak=most + reserve, moment=moment, over_time=tuple(over_time))
+    peak = total(most, plan.layout)
+    return Memory(**then, reserve=peak - most, peak=peak, moment=moment, over_time=tuple(over_time))
 
 
 @dataclass(frozen=True)

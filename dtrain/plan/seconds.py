@@ -162,9 +162,11 @@ _CURVES: Mapping[tuple[str, str], tuple[Mapping[int, Sequence[float]], float]] =
     ("flash", "blackwell"): (_FLASH_H100, 2250e12),  # its instructions are those of Hopper and before
     ("cudnn", "blackwell"): (_CUDNN_B200, 2250e12),
 }
-# The others, as a share of the peak: the memory-efficient kernel as FlashAttention-1, 88 of 312 on an A100; plain
-# operations, 25 of 312 (the same figures).
-_PLAIN = {"efficient": 0.28, "math": 0.08, "cpu": 0.5}
+# The others, as a share of the peak: the memory-efficient kernel as FlashAttention-1, 88 of 312 on an A100, and since
+# Hopper what FlashAttention-2 gains there without its instructions, 328 for 189; plain operations, 25 of 312 (the same
+# figures).
+_EFFICIENT = {"volta": 0.28, "ampere": 0.28, "hopper": 0.28 * 328 / 189 * 312 / 989.4, "blackwell": 0.067, "cpu": 0.5}
+_PLAIN = {"math": 0.08, "cpu": 0.5}
 _ROWS = 128  # query positions that a multiprocessor works on
 
 
@@ -184,7 +186,7 @@ def attention(on: Machine, a: Attention) -> float:
     sequence and head_dim, longer where batch x heads x blocks of queries do not fill the multiprocessors."""
     used = attention_kernel(on, a)
     if (used, on.gpu.kind) not in _CURVES:
-        return a.flops / (_PLAIN.get(used, _PLAIN["efficient"]) * on.flops(a.dtype))
+        return a.flops / (_PLAIN.get(used, _EFFICIENT[on.gpu.kind]) * on.flops(a.dtype))
     curves, peak = _CURVES[used, on.gpu.kind]
     filled = -(-a.width // 32) * 32
     low, high = _at(curves[64], a.length), _at(curves[128], a.length)
