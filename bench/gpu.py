@@ -1,7 +1,9 @@
 """Speed and memory on one GPU, written for an H200 with torch 2.11: `python bench/gpu.py`.
 
 Trains Llama-3.2-shaped models in bf16 and compares with two peers, then times pieces of larger models: the shard of a
-70B block under tp 8 without its collectives, head counts, vocabulary padding, attention kernels. Each case runs in a
+70B block under tp 8 without its collectives, head counts, vocabulary padding, attention kernels; what GPUs idle between
+kernels, with steps launched kernel by kernel and replayed as one CUDA graph; and the operations of async tensor
+parallelism, alone (their gain takes several GPUs, and is not measured here). Each case runs in a
 process of its own, so that its peak memory is its own and one that runs out of memory ends alone. The cases come in
 order of importance and share a time budget; one that no longer fits is skipped, and that is said. `--only 3b,heads`
 takes those whose name begins so. `--json` prints one object on stdout and the table on stderr.
@@ -12,7 +14,6 @@ MFU: model FLOPs as in `dtrain/metrics.py`, no recomputation counted, over the G
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import math
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,13 +36,17 @@ from dtrain import data, hardware, layout, metrics, ops, optim, plan, train
 from dtrain.layout import Layout
 from dtrain.mesh import join
 from dtrain.metrics import LogConfig, open_log
-from dtrain.plan import Plan
+from dtrain.plan import Plan, predict
+from dtrain.plan.measured import tensors
+from dtrain.program import capture
+from dtrain.program.async_tp import fuse
+from dtrain.program.capture import Record, captured, cuda_graph
 from dtrain.program.compile import Compiled, compile_program
-from dtrain.program.interpret import run, unit_segment
+from dtrain.program.interpret import unit_segment
 from dtrain.program.lower import Program, lower
-from dtrain.program.update import Report, make_update
+from dtrain.program.passes import Cut
 from dtrain.rank import Rank
-from dtrain.torch_private import join_fake_world
+from dtrain.torch_private import enable_symmetric_memory, join_fake_world, register_group
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE)]
@@ -113,8 +118,9 @@ def llama(s: Setting, preset: str, seq: int) -> Layout:
     return layout_of(s, f"preset: {preset}{tiny}", seq // 128 if s.tiny else seq, batch=MICROBATCHES)
 
 
-def dtrain_start(made: Plan, device: str) -> tuple[Callable[[int], float], Program, Result]:
-    """The function that makes one step, as `dtrain/train.py` does; the program, and what it took to get there."""
+def dtrain_start(made: Plan, device: str, graph: bool = False) -> tuple[Callable[[int], float], Program, Result]:
+    """The function that makes one step, as `dtrain/train.py` does; the program, and what it took to get there. With
+    `graph` steps are replayed as one CUDA graph (`run.cuda_graph`)."""
     source = data.open_source(train.data_config(made))
     with tempfile.TemporaryDirectory() as folder, open_log(LogConfig(Path(folder), 1, 1, False, True)) as log:
         began = time.perf_counter()
@@ -123,27 +129,26 @@ def dtrain_start(made: Plan, device: str) -> tuple[Callable[[int], float], Progr
     with torch.no_grad():
         state = train.initialise(r)
 
+    again = captured(r.steps, state, r.config, recorder(device)) if graph else None
+    take = train.taking(r, state, r.rank.stopping)
+
     @torch.no_grad()
     def step(number: int) -> float:
         given, _ = train.training_step(r, number, state)
-        reports: list[Report] = []
         lr = optim.lr_at(r.schedule, number)
-        update = make_update(r.program, r.place, state, r.config, lr, r.rank.stopping, reports.append)
-        run(r.steps, state.weights, dataclasses.replace(given, update=update))
-        return reports[0].loss
+        return (again(given, lr, False) if again else take(given, lr)).loss
 
     return step, r.program, {"prepare_s": seconds}
 
 
-def predicted_bytes(program: Program) -> int:
-    """A plain sum, so an upper bound: masters, two moments and gradients (4 bytes each), weights in use (2), and what
-    all segments of one microbatch save. `dtrain plan` knows when each of these lives."""
-    saved = weights = 0
-    for name, segment in program.segments.items():
-        times = program.job.layers if name == "block" else 1
-        saved += times * segment.saved_bytes
-        weights += times * sum(math.prod(segment.stored[n].local) for n in segment.owned)
-    return weights * (4 * 4 + program.job.dtype.itemsize) + saved
+def recorder(device: str) -> Record:
+    """What records a step; on a CPU a replay is the work once more."""
+
+    def once_more(work: Callable[[], None]) -> Callable[[], None]:
+        work()
+        return work
+
+    return once_more if device == "cpu" else cuda_graph
 
 
 def peer_start(peer: Any, made: Plan, s: Setting, weights: Mapping[str, Tensor] | None) -> Callable[[int], float]:
@@ -169,7 +174,8 @@ def training(preset: str, seq: int, who: str) -> Callable[[Setting], Result]:
         out: Result = {}
         if who == "dtrain":
             step, program, out = dtrain_start(made, s.device)
-            out["predicted_bytes"] = predicted_bytes(program)
+            said = predict.read(made, program)
+            out |= {"predicted_bytes": tensors(said), "predicted_s": said.step_seconds if said.timed else None}
         else:
             step = peer_start({"titan": titan_style, "hf": hf_compile}[who], made, s, None)
         if s.device != "cpu":
@@ -197,6 +203,95 @@ def training(preset: str, seq: int, who: str) -> Callable[[Setting], Result]:
         return out
 
     return work
+
+
+def launch_gaps(s: Setting) -> Result:
+    """The 1B model's step, kernel by kernel and as one CUDA graph: how long it takes, how long the GPU idles between
+    its kernels within a step, and the loss, which differs by no more than the rate's rounding to fp32 does."""
+    out: Result = {}
+    for name in ("launched", "graph"):
+        step, _, _ = dtrain_start(plan.plan(llama(s, "llama3.2-1b", 4096)), s.device, name == "graph")
+        if s.device != "cpu":
+            torch.cuda.reset_peak_memory_stats()
+        first = capture.WARM_STEPS + 2  # of those that are replayed, the second
+        losses = [step(number) for number in range(1, first + s.steps)]
+        times = []
+        for number in range(first + s.steps, first + 2 * s.steps):
+            synchronize(s.device)
+            began = time.perf_counter()
+            losses.append(step(number))
+            times.append(time.perf_counter() - began)
+        spans = device_spans(lambda: step(first + 2 * s.steps), s.device)  # noqa: B023
+        busy, idle = busy_and_idle(spans)
+        peak = metrics.peak_memory(torch.device(s.device))
+        out[name] = {
+            "step_s": statistics.median(times),
+            "kernels": len(spans),
+            "busy_s": busy,
+            "idle_s": idle,
+            "idle_share": idle / (busy + idle),
+            "peak_bytes": peak,
+            "loss": losses[-1],
+            "losses": losses,
+        }
+    pairs = zip(out["launched"].pop("losses"), out["graph"].pop("losses"), strict=True)
+    off = max(abs(a / b - 1) for a, b in pairs)
+    return {**out, "losses_differ_by": off, "speedup": out["launched"]["step_s"] / out["graph"]["step_s"]}
+
+
+def device_spans(work: Callable[[], Any], device: str) -> list[tuple[float, float]]:
+    """When each kernel and copy ran, in seconds; on a CPU torch's operations stand for them."""
+    kind = torch.autograd.DeviceType.CPU if device == "cpu" else torch.autograd.DeviceType.CUDA
+    with torch.profiler.profile(acc_events=True) as profiler:  # 2.11 warns without
+        work()
+        synchronize(device)
+    events = (e for e in profiler.events() if e.device_type == kind and not e.is_user_annotation)
+    return [(e.time_range.start / 1e6, e.time_range.end / 1e6) for e in events]
+
+
+def busy_and_idle(spans: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Seconds in which at least one span runs, and seconds between the first and the last in which none does."""
+    busy, until, first = 0.0, -math.inf, None
+    for start, end in sorted(spans):
+        first = start if first is None else first
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return (0.0, 0.0) if first is None else (busy, until - first - busy)
+
+
+def async_tp(s: Setting) -> Result:
+    """What async tensor parallelism does to the blocks of the 70B model under tp 8, and its two operations on a GPU, as
+    a group of one rank: their error against product and collective, and the time of each. In a group of one nothing
+    travels, so this says that they run here and what they cost besides."""
+    tiny = ", layers: 2, embed: 128, heads: 16, kv_heads: 8, mlp: 128, vocab: 1024" if s.tiny else ", layers: 2"
+    program = lower(plan.plan(layout_of(s, f"preset: llama3-70b{tiny}", 64 if s.tiny else 4096, tp=8)).job)
+    out: Result = {}
+    for graph in ("forward", "backward"):
+        g = program.segments["block"].graphs[graph]
+        after = fuse(Cut(g.module, g.inputs, g.outputs))
+        out[graph] = {"fused": after.fused, "of": after.of}
+    if s.device == "cpu":
+        return out | {"operations": {"left_out": "symmetric memory needs CUDA"}}
+    store = dist.HashStore()
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device(s.device))
+    try:
+        register_group("tp", dist.new_group([0]))
+        enable_symmetric_memory("tp")
+        generator = torch.Generator(s.device).manual_seed(0)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=s.device).bfloat16()
+
+        x, w = random(1, 4096, 8192), random(8192, 8192 // 8)
+        ops = torch.ops.symm_mem
+        gather = lambda: ops.fused_all_gather_matmul(x, [w], 1, "tp", return_A=False)[1][0]  # noqa: E731
+        scatter = lambda: ops.fused_matmul_reduce_scatter(x, w, "sum", 1, "tp")  # noqa: E731
+        for name, call in (("gather_product", gather), ("product_scatter", scatter), ("product", lambda: x @ w)):
+            error = float((call().float() - (x @ w).float()).abs().max() / (x @ w).abs().max())
+            out[name] = {"error": error, "ms": milliseconds(call, s)}
+    finally:
+        dist.destroy_process_group()
+    return out
 
 
 def synchronize(device: str) -> None:
@@ -393,7 +488,9 @@ def cases() -> list[Case]:
     return [
         Case("attention", 25.0, attention_kernels),
         *trainings("llama3.2-3b", 8192, "3b"),
+        Case("launch-gaps", 45.0, launch_gaps),
         Case("70b-tp8", 45.0, shard_70b),
+        Case("async-tp", 25.0, async_tp),
         *trainings("llama3.2-1b", 4096, "1b"),
         Case("vocab", 40.0, vocabulary_padding),
         Case("heads", 50.0, head_counts),
@@ -456,6 +553,7 @@ def show(name: str, r: Result) -> str:
         text = f"{name:<18} {r['tokens_per_s']:>10,.0f} tokens/s  step {r['step_s'] * 1e3:.1f} ms "
         text += f"({r['spread'][0] * 1e3:.1f} to {r['spread'][1] * 1e3:.1f})  peak {r['peak_bytes'] / 2**30:.2f} GiB"
         text += f" (predicted {r['predicted_bytes'] / 2**30:.2f})" if "predicted_bytes" in r else ""
+        text += f"  predicted step {r['predicted_s'] * 1e3:.1f} ms" if r.get("predicted_s") else ""
         return text + ("" if r["mfu"] is None else f"  MFU {r['mfu']:.1%}")
     lines = []
     for part, values in r.items():

@@ -44,6 +44,11 @@ def test_every_case_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(made["cases"]["heads"]) == {"16", "24", "32"} and made["cases"]["heads"]["32"]["head_dim"] == 6
     assert made["cases"]["70b-tp8"]["block"]["backward_ms"] > 0
     assert all(made["cases"]["attention"][k]["error"] < 0.02 for k in ("flash", "math"))
+    gaps = made["cases"]["launch-gaps"]
+    assert gaps["losses_differ_by"] < 1e-3 and 0 < gaps["graph"]["idle_share"] < 1 and gaps["graph"]["kernels"] > 100
+    found = made["cases"]["async-tp"]
+    assert (found["forward"], found["backward"]) == ({"fused": 4, "of": 4}, {"fused": 2, "of": 6})
+    assert found["operations"] == {"left_out": "symmetric memory needs CUDA"}
     assert made["gate"]["met"] is None and "not judged" in said.err
 
 
@@ -101,12 +106,11 @@ def test_the_gate() -> None:
     assert gpu.gate({})["met"] is None
 
 
-def test_predicted_bytes_are_weights_with_their_states_and_what_is_saved() -> None:
-    made = plan.plan(gpu.llama(TINY, "llama3.2-3b", 4096))
-    program = gpu.lower(made.job)
-    count = sum(p.numel() for p in reference.init(made.job.module, made.job.config).values())
-    saved = {name: s.saved_bytes for name, s in program.segments.items()}
-    assert gpu.predicted_bytes(program) == 18 * count + saved["embed"] + 2 * saved["block"] + saved["head"]
+def test_idle_is_what_no_kernel_covers() -> None:
+    assert gpu.busy_and_idle([]) == (0, 0)
+    assert gpu.busy_and_idle([(1, 3)]) == (2, 0)
+    # Two streams overlap, one kernel lies within another, and 1 + 2 seconds are empty.
+    assert gpu.busy_and_idle([(10, 12), (1, 3), (2, 5), (2.5, 2.75), (6, 8)]) == (4 + 2 + 2, 1 + 2)
 
 
 def test_without_a_gpu_one_line_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
