@@ -37,7 +37,6 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dtrain import storage
@@ -196,7 +195,6 @@ def restore(
 ) -> Differences:
     """Fill the pieces of this rank. `wanted` are the tensors that the folder must hold, no more and no less, unless
     differences are allowed: pieces of tensors that it lacks stay as they are. Raises CheckpointError on all ranks."""
-    reader = FileSystemReader(path)
     shapes = {name: tuple(t.shape) for name, t in described(path).items()}
     own = {name: mine[name].shape if name in mine else shapes.get(name, ()) for name in wanted}
     here = differences(shapes, own)
@@ -204,21 +202,20 @@ def restore(
     found = replace(here, shaped=tuple(shaped))
     if fault := found.refused(allow):
         raise CheckpointError(f"{path} is of another model: {fault}")
-    with _in_one_line(f"{path} cannot be read"):
-        load(
-            {name: piece for name, piece in mine.items() if name in shapes},
-            storage_reader=reader,
-            planner=_Reading(False, False),
-            process_group=group,
-            no_dist=world == 1,
-        )
+    failure = None
+    try:
+        read_pieces(path, {name: piece for name, piece in mine.items() if name in shapes})
+    except CheckpointError as error:
+        failure = str(error)
+    failures = [f"rank {r}: {line}" for r, line in enumerate(everyone(failure, group, world)) if line]
+    if failures:
+        raise CheckpointError(failures[0] if world > 1 else str(failure))
     return found
 
 
 def described(path: Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint by name, on `meta`: their shapes and dtypes. Raises CheckpointError."""
-    with _in_one_line(f"{path} cannot be read"):
-        found = FileSystemReader(path).read_metadata().state_dict_metadata
+    found = _metadata(path).state_dict_metadata
     return {
         name: torch.empty(t.size, dtype=t.properties.dtype, device="meta")
         for name, t in found.items()
@@ -228,30 +225,34 @@ def described(path: Path) -> dict[str, Tensor]:
 
 def open_tensors(path: Path) -> tuple[dict[str, tuple[int, ...]], Fetch]:
     """The shape of each tensor of a checkpoint, and what reads a whole one, in one process. Raises CheckpointError."""
-    with _in_one_line(f"{path} cannot be read"):
-        metadata = FileSystemReader(path).read_metadata()
-    every = {n: t for n, t in metadata.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
-
-    class Known(FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-            return metadata  # which is long, and read once
+    every, metadata = described(path), _metadata(path)
 
     def read(name: str) -> Tensor:
-        saved = every[name]
-        whole = torch.empty(saved.size, dtype=saved.properties.dtype)
-        with _in_one_line(f"{path} cannot be read"):
-            piece = Piece(whole, (0,) * whole.ndim, tuple(saved.size))
-            load({name: piece}, storage_reader=Known(path), planner=_Reading(False, False), no_dist=True)
+        whole = torch.empty_like(every[name], device="cpu")
+        read_pieces(path, {name: Piece(whole, (0,) * whole.ndim, tuple(whole.shape))}, metadata)
         return whole
 
-    return {name: tuple(t.size) for name, t in every.items()}, read
+    return {name: tuple(t.shape) for name, t in every.items()}, read
 
 
-def read_pieces(path: Path, mine: Mapping[str, Piece]) -> None:
-    """Fill these pieces, whatever else the checkpoint holds, alone: other ranks may want others. Raises
-    CheckpointError."""
+def read_pieces(path: Path, mine: Mapping[str, Piece], metadata: Metadata | None = None) -> None:
+    """Fill these pieces, whatever else the checkpoint holds, alone: other ranks may want others. Of what is on disk one
+    tensor, as a rank wrote it, is in memory at a time. Raises CheckpointError."""
+    metadata = metadata or _metadata(path)
+    reader, planner = FileSystemReader(path), _Reading(False, False)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    planner.set_up_planner(mine, metadata, is_coordinator=True)
+    try:
+        # Reading them all in one call would hold two at a time: the last one read, and the next.
+        for item in planner.create_local_plan().items:
+            reader.read_data(LoadPlan([item]), planner).wait()
+    except Exception as error:  # damaged data raises anything
+        raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
+
+
+def _metadata(path: Path) -> Metadata:
     with _in_one_line(f"{path} cannot be read"):
-        load(dict(mine), storage_reader=FileSystemReader(path), planner=_Reading(False, False), no_dist=True)
+        return FileSystemReader(path).read_metadata()
 
 
 @contextmanager
