@@ -569,6 +569,11 @@ BAD: dict[str, tuple[list[tuple[str, str]], str, list[str]]] = {
         "kernels",
         ["kernels.async_tp: true", "run: {compile: on}"],
     ),
+    "products in fp8": (
+        [("precision: bf16", "precision: fp8")],
+        "precision",
+        ["run.precision: 'fp8'", "not built", "scales", "use bf16"],
+    ),
     "a CUDA graph on CPUs": (
         [
             ("cluster: {nodes: 2, gpus_per_node: 4, gpu: h100-sxm}", "cluster: {nodes: 1, gpus_per_node: 8}"),

@@ -292,10 +292,16 @@ def _remat(value: object) -> str | tuple[str, ...] | RematBudget:
     raise ValueError(f"must be {', '.join(REMAT)}, a list of what to keep ({', '.join(KEEP)}), or {{budget: 60GiB}}")
 
 
+def _not_fp8(value: object) -> object:
+    if value == "fp8":
+        raise ValueError("is not built: products in fp8 need an operation with scales of its own; use bf16")
+    return value
+
+
 class Run(Section):
     steps: Count
     seed: Whole = 0
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    precision: Annotated[Literal["fp32", "bf16", "fp16", "fp64"], BeforeValidator(_not_fp8)] = "fp32"
     loss_scale: LossScale | None = None
     remat: Annotated[
         str | tuple[str, ...] | RematBudget,
