@@ -234,8 +234,10 @@ def main(args: Sequence[str] | None = None) -> None:
     processes = [context.Process(target=one_of, args=each) for each in given]
     for p in processes:
         p.start()
-    while any(p.is_alive() for p in processes) and not any(p.exitcode for p in processes):
-        wait([p.sentinel for p in processes if p.is_alive()])
+    running = processes
+    while running and not any(p.exitcode for p in processes):
+        wait([p.sentinel for p in running])
+        running = [p for p in running if p.is_alive()]
     for p in processes:  # of a world that has lost a rank, the others would wait for it
         p.kill()
         p.join()
