@@ -11,7 +11,7 @@ import task as tasks
 import torch
 from task import Shape, Task
 
-from dtrain import data, layout, metrics, optim, plan, reference, train
+from dtrain import data, heap, layout, metrics, optim, plan, reference, train
 from dtrain.layout import Layout
 from dtrain.program.interpret import run
 from dtrain.program.update import Report, make_update
@@ -59,6 +59,7 @@ def make_task(shape: Shape, steps: int) -> Task:
 
 def start(name: str, shape: Shape, rank: int, ranks: int, compiled: bool) -> Callable[[int], float]:
     """The function that makes one training step, the first 1, and returns its loss."""
+    heap.keep()  # as dtrain/launch.py does
     made = plan.plan(layout_of(name, shape, compiled))
     source = data.open_source(train.data_config(made))
     place = Rank(rank, ranks, rank, "cpu", "gloo")

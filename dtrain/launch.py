@@ -26,8 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dtrain import heap, watch
 from dtrain import layout as layouts
-from dtrain import watch
 from dtrain.grace import grace
 from dtrain.layout import Layout
 from dtrain.rank import Rank
@@ -382,6 +382,8 @@ def _rank(
             make_deterministic(os.environ)
         torch.cuda.set_device(device)
         claim(folder, str(torch.cuda.get_device_properties(device).uuid), seat.rank)
+    elif "MALLOC_TRIM_THRESHOLD_" not in os.environ:
+        heap.keep()
     backend = "gloo" if device == "cpu" else "nccl"
     dist = torch.distributed
     if seat.world > 1 and not (dist.is_available() and dist.is_backend_available(backend)):
