@@ -174,6 +174,7 @@ def attention(
     kernel: str = "auto",
     valid_BT: Tensor | None = None,
     start_BS: Tensor | None = None,
+    documents: int = 0,
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(head_dim)) v -> `batch seq heads head_dim` (Vaswani et al. 2017).
@@ -182,7 +183,8 @@ def attention(
     attended) is for bidirectional attention; a sample without any valid key attends to all, so stays finite.
     `start_BS` is for causal attention among packed documents: where in the sequence each position's document
     begins; positions see those of their own document only. Math and the kernel of a CPU and the efficient one of a
-    GPU make a mask of scores of it, exact; flash and cuDNN refuse it. A single query is the last of the positions.
+    GPU make a mask of scores of it, exact. Flash skips what is masked, where `documents` says how many a sequence has
+    at most (0: nobody knows), and cuDNN refuses it. A single query is the last of the positions.
     `drop` maps the probabilities (batch, heads, seq, seq) and needs `kernel="math"`, plain operations that
     hold all scores; any other kernel is one opaque operation that saves q, k, v, the result and a
     log-sum-exp a row. `auto` takes the fastest that fits where the operation runs.
@@ -213,7 +215,8 @@ def attention(
         return _weigh(p_BHST.to(v_BTGK.dtype), v_BTGK)
     if drop is not None:
         raise OpError(f"attention dropout needs kernel 'math', not {kernel!r}; set attention: math or no dropout")
-    out: Tensor = _attention(q_BSHK, k_BTGK, v_BTGK, valid, causal, kernel, start_BS)[0]
+    most = documents if start_BS is not None else 0
+    out: Tensor = _attention(q_BSHK, k_BTGK, v_BTGK, valid, causal, kernel, start_BS, most)[0]
     return out
 
 
@@ -224,18 +227,20 @@ def kernel_for(
     head_dim: int,
     masked: bool,
     capability: tuple[int, int] | None = None,
+    documents: int = 0,
 ) -> str:
     """Which implementation runs: `cpu`, `flash`, `efficient`, `cudnn` or `math`; OpError if none fits.
 
-    `masked`: with a mask of valid keys or of documents. `capability` is the GPU's compute capability, (9, 0) for
-    Hopper; by default that of the current device.
+    `masked`: with a mask of valid keys or of documents, of which a sequence has up to `documents` (0: nobody knows, or
+    another mask). `capability` is the GPU's compute capability, (9, 0) for Hopper; by default that of the current
+    device.
     """
     if device == "cpu":
         if kernel in ("auto", "flash"):
             return "cpu"
         raise OpError(f"attention kernel {kernel!r} does not run on a CPU; set attention: auto or math")
     capability = capability or torch.cuda.get_device_capability()
-    lacks = {k: _lacks(k, dtype, head_dim, masked, capability) for k in ("flash", "cudnn", "efficient")}
+    lacks = {k: _lacks(k, dtype, head_dim, masked, capability, documents) for k in ("flash", "cudnn", "efficient")}
     if kernel != "auto":
         if lacks[kernel]:
             name = str(dtype).removeprefix("torch.")
@@ -251,7 +256,9 @@ def kernel_for(
     return next((k for k in order if not lacks[k]), "math")
 
 
-def _lacks(kernel: str, dtype: torch.dtype, head_dim: int, masked: bool, capability: tuple[int, int]) -> str:
+def _lacks(
+    kernel: str, dtype: torch.dtype, head_dim: int, masked: bool, capability: tuple[int, int], documents: int
+) -> str:
     """What a GPU kernel needs and is not given, or nothing."""
     half = dtype in (torch.float16, torch.bfloat16)
     if kernel == "efficient":
@@ -261,8 +268,9 @@ def _lacks(kernel: str, dtype: torch.dtype, head_dim: int, masked: bool, capabil
     if capability < (8, 0):
         return "a GPU of compute capability 8.0 or above"
     most = 256 if kernel == "flash" else 128
-    if not half or masked or head_dim % 8 or head_dim > most:
-        return f"fp16 or bf16, no mask and a head_dim that is a multiple of 8 up to {most}"
+    if not half or (masked and not (kernel == "flash" and documents)) or head_dim % 8 or head_dim > most:
+        mask = "no mask but one of documents with data.max_documents" if kernel == "flash" else "no mask"
+        return f"fp16 or bf16, {mask} and a head_dim that is a multiple of 8 up to {most}"
     # The backward of cuDNN's kernel adds in no fixed order.
     if kernel == "cudnn" and torch.are_deterministic_algorithms_enabled():
         return "run.deterministic: false"
@@ -352,12 +360,46 @@ def _bias(allowed: Tensor | None, q: Tensor) -> Tensor | None:
     return bias[:, None].expand(-1, q.shape[2], q.shape[1], -1)
 
 
+def _ends(start_BS: Tensor, documents: int) -> Tensor:
+    """Where each document begins among the positions of all rows one after another, and then their number: int32, of
+    rows x `documents` + 1, as FlashAttention takes sequences of different lengths; where there are fewer, those that
+    are left have no length. Its size does not depend on the data, so a recorded step can be repeated for others, and
+    `documents` bounds it, as FlashAttention-2 makes blocks, and in backward scratch for 128 positions, for each.
+    """
+    at_S = torch.arange(start_BS.shape[1], device=start_BS.device)
+    number = (start_BS == at_S).flatten().cumsum(0) - 1
+    wanted = torch.arange(start_BS.shape[0] * documents + 1, device=start_BS.device)
+    return torch.searchsorted(number, wanted, out_int32=True)
+
+
+def _flash_apart(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Causal FlashAttention of documents that lie one after another, all rows as one, up to a row each."""
+    b, s = q.shape[:2]
+    out, lse_HN = torch.ops.aten._flash_attention_forward(
+        *(t.flatten(0, 1) for t in (q, k, v)), ends, ends, s, s, 0.0, True, False
+    )[:2]
+    return out.unflatten(0, (b, s)), lse_HN.unflatten(1, (b, s)).transpose(0, 1).contiguous()
+
+
+def _flash_apart_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_BHS: Tensor, ends: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    b, s = q.shape[:2]
+    lse_HN = lse_BHS.transpose(0, 1).flatten(1).contiguous()
+    unused = torch.zeros(2, dtype=torch.int64, device=q.device)  # the random state of a dropout that is off
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        *(t.flatten(0, 1) for t in (grad, q, k, v, out)), lse_HN, ends, ends, s, s, 0.0, True, unused[0], unused[1]
+    )
+    return dq.unflatten(0, (b, s)), dk.unflatten(0, (b, s)), dv.unflatten(0, (b, s))
+
+
 _SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor? valid, bool causal, str kernel, Tensor? start=None) -> (Tensor, Tensor)"
+    "(Tensor q, Tensor k, Tensor v, Tensor? valid, bool causal, str kernel, Tensor? start=None, int documents=0)"
+    " -> (Tensor, Tensor)"
 )
 _SCHEMA_BACKWARD = (
     "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? valid, bool causal,"
-    " str kernel, Tensor? start=None) -> (Tensor, Tensor, Tensor)"
+    " str kernel, Tensor? start=None, int documents=0) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -369,18 +411,28 @@ def _attention_forward(
     causal: bool,
     kernel: str,
     start: Tensor | None = None,
+    documents: int = 0,
 ) -> tuple[Tensor, Tensor]:
     masked = valid is not None or start is not None
-    used = kernel_for(kernel, q.device.type, q.dtype, q.shape[3], masked)
+    used = kernel_for(kernel, q.device.type, q.dtype, q.shape[3], masked, documents=documents)
     if used == "flash":
         flash_attention_3(torch.cuda.get_device_capability())
-    return attention_by(used, q, k, v, valid, causal, start)
+    return attention_by(used, q, k, v, valid, causal, start, documents)
 
 
 def attention_by(
-    used: str, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: bool, start: Tensor | None = None
+    used: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    valid: Tensor | None,
+    causal: bool,
+    start: Tensor | None = None,
+    documents: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attention by one kernel, with its log-sum-exp."""
+    if used == "flash" and start is not None:
+        return _flash_apart(q, k, v, _ends(start, documents))
     aten, heads, allowed = torch.ops.aten, q.shape[2], _allowed(valid, start)
     if used == "math":
         p, lse = _probabilities(q, k, allowed, causal)
@@ -413,10 +465,11 @@ def _attention_backward(
     causal: bool,
     kernel: str,
     start: Tensor | None = None,
+    documents: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     masked = valid is not None or start is not None
-    used = kernel_for(kernel, q.device.type, q.dtype, q.shape[3], masked)
-    return attention_backward_by(used, grad, q, k, v, out, lse, valid, causal, start)
+    used = kernel_for(kernel, q.device.type, q.dtype, q.shape[3], masked, documents=documents)
+    return attention_backward_by(used, grad, q, k, v, out, lse, valid, causal, start, documents)
 
 
 def attention_backward_by(
@@ -430,8 +483,11 @@ def attention_backward_by(
     valid: Tensor | None,
     causal: bool,
     start: Tensor | None = None,
+    documents: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v by one kernel."""
+    if used == "flash" and start is not None:
+        return _flash_apart_backward(grad, q, k, v, out, lse, _ends(start, documents))
     aten, kv_heads, allowed = torch.ops.aten, k.shape[2], _allowed(valid, start)
     if used == "math":
         dq, dk, dv = _math_backward(grad, q, k, v, out, allowed, causal)
@@ -494,15 +550,15 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, valid, ctx.causal, ctx.kernel, start = inputs
+    q, k, v, valid, ctx.causal, ctx.kernel, start, ctx.documents = inputs
     ctx.save_for_backward(q, k, v, *output, valid, start)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _lse: None) -> tuple[Tensor | None, ...]:
     *saved, start = ctx.saved_tensors
-    dq, dk, dv = _backward(grad, *saved, ctx.causal, ctx.kernel, start)
-    return dq, dk, dv, None, None, None, None
+    dq, dk, dv = _backward(grad, *saved, ctx.causal, ctx.kernel, start, ctx.documents)
+    return dq, dk, dv, None, None, None, None, None
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)

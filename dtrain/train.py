@@ -158,6 +158,7 @@ def data_config(plan: Plan) -> data.DataConfig:
         chat=d.chat,
         packing=d.packing,
         document_mask=d.document_mask,
+        max_documents=d.max_documents or 0,
         bad=d.bad,
         stream=d.stream,
         shuffle=d.shuffle,
@@ -183,6 +184,8 @@ def schedule(layout: Layout) -> optim.Schedule:
 def check_same(now: Layout, source: data.Source, record: Record) -> dict[str, str]:
     """What a run that goes on changes, by key. Raises RunError where that would be another run."""
     forbidden, changed = checkpoint.compare(layout.completed(record.layout), as_dict(now))
+    if now.data.packing == "best-fit" and "data.max_documents" in changed:  # otherwise it changes no sequence
+        forbidden["data.max_documents"] = changed.pop("data.max_documents")
     where = f"{now.run.folder}/step-{record.step}"
     if forbidden:
         lines = [f"{key} {change} ({layout.at(now, key)})" for key, change in forbidden.items()]

@@ -184,7 +184,7 @@ def shrink(layout: Layout) -> Layout:
     values = {
         k: v
         for k, v in (old | {k: v for k, v in new.items() if k in old}).items()
-        if k not in ("attention", "document_mask")
+        if k not in ("attention", "document_mask", "max_documents")
     }
     fields = {
         k: dataclasses.asdict(v) if dataclasses.is_dataclass(v) and not isinstance(v, type) else v

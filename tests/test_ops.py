@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -192,6 +193,94 @@ def test_a_kernel_is_chosen_or_refused_by_name(
         with pytest.raises(ops.OpError, match=want) as caught:
             ops.kernel_for(kernel, device, dtype, head_dim, masked, gpu)
         assert "\n" not in str(caught.value)
+
+
+def test_flash_takes_masks_of_documents_of_which_the_number_is_bounded() -> None:
+    assert ops.kernel_for("auto", "cuda", BF16, 128, True, A100, documents=16) == "flash"
+    assert ops.kernel_for("auto", "cuda", BF16, 128, True, HOPPER, documents=16) == "flash"
+    assert ops.kernel_for("auto", "cuda", FP32, 128, True, A100, documents=16) == "efficient"
+    with pytest.raises(ops.OpError, match=r"no mask but one of documents with data\.max_documents"):
+        ops.kernel_for("flash", "cuda", BF16, 128, True, A100)
+    with pytest.raises(ops.OpError, match="'cudnn' cannot do bfloat16, head_dim 128 with a mask"):
+        ops.kernel_for("cudnn", "cuda", BF16, 128, True, A100, documents=16)
+
+
+def _each_document(q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """What FlashAttention does with sequences one after another, from its description: outputs, and the log-sum-exp as
+    (heads, positions)."""
+    out, lse = torch.full_like(q_NHK, math.nan), torch.full(q_NHK.shape[1::-1], math.nan, dtype=q_NHK.dtype)
+    for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+        out[a:b] = plain_attention(q_NHK[None, a:b], k_NGK[None, a:b], v_NGK[None, a:b], True, None)[0]
+        k = k_NGK[a:b].repeat_interleave(q_NHK.shape[1] // k_NGK.shape[1], 1)
+        scores = torch.einsum("shk,thk->hst", q_NHK[a:b], k) / math.sqrt(q_NHK.shape[2])
+        lse[:, a:b] = scores.masked_fill(~torch.ones(b - a, b - a).bool().tril(), -math.inf).logsumexp(-1)
+    return out, lse
+
+
+@pytest.fixture
+def flash_of_this_test() -> Iterator[list[Tensor]]:
+    """torch's two flash operations on a CPU, computed here as they are described; collects their cumulative lengths."""
+    seen: list[Tensor] = []
+
+    def forward(q: Any, k: Any, v: Any, ends: Any, also: Any, longest: int, last: int, drop: float, causal: bool,
+                debug: bool, **more: Any) -> Any:  # fmt: skip
+        assert ends.dtype == torch.int32 and ends is also and longest == last and drop == 0 and causal and not more
+        assert q.ndim == 3 and int((ends[1:] - ends[:-1]).max()) <= longest and int(ends[-1]) == len(q)
+        seen.append(ends)
+        return *_each_document(q, k, v, ends), torch.zeros(2).long(), torch.zeros(()).long(), torch.zeros(0)
+
+    def differentiate(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, ends: Any) -> Any:
+        own = [t.detach().requires_grad_() for t in (q, k, v)]
+        again, sums = _each_document(*own, ends)
+        torch.testing.assert_close((again, sums), (out, lse))
+        return torch.autograd.grad(again, own, grad)
+
+    def backward(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, ends: Any, *rest: Any) -> Any:
+        seen.append(ends)
+        # Inside of an operation autograd is off; a thread of its own begins anew.
+        return alone.submit(differentiate, grad, q, k, v, out, lse, ends).result()
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", forward, "CPU")
+    library.impl("_flash_attention_backward", backward, "CPU")
+    with ThreadPoolExecutor(1) as alone:
+        yield seen
+    library._destroy()
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_flash_over_documents_equals_the_exact_mask(flash_of_this_test: list[Tensor], kv_heads: int) -> None:
+    q, k, v = (t.detach() for t in qkv(torch.float64, kv_heads=kv_heads))
+    start = torch.tensor([[0, 0, 0, 3, 3, 3, 6], [0, 0, 2, 2, 2, 2, 2]])
+    grad = torch.randn(q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    want = ops.attention_by("math", q, k, v, None, True, start)
+    wanted = ops.attention_backward_by("math", grad, q, k, v, *want, None, True, start)
+    for documents in (3, 5):  # as many as there are, and more
+        flash_of_this_test.clear()
+        got = ops.attention_by("flash", q, k, v, None, True, start, documents)
+        grads = ops.attention_backward_by("flash", grad, q, k, v, *got, None, True, start, documents)
+        for ours, exact in zip((*got, *grads), (*want, *wanted), strict=True):
+            torch.testing.assert_close(ours, exact, rtol=1e-11, atol=1e-12)
+            assert ours.stride() == exact.stride()
+        bounds = [0, 3, 6, 7, 9, 14]
+        assert [e.tolist() for e in flash_of_this_test] == [bounds + [14] * (2 * documents + 1 - 6)] * 2
+
+
+def test_flash_over_documents_has_shapes_that_do_not_depend_on_the_data() -> None:
+    """It is traced on fake tensors, where a shape that did would be an error, as a CUDA graph records it."""
+    q, k, v = (t.detach() for t in qkv(BF16))
+
+    def both(q: Tensor, k: Tensor, v: Tensor, start: Tensor) -> tuple[Tensor, ...]:
+        out, lse = ops.attention_by("flash", q, k, v, None, True, start, 4)
+        return out, lse, *ops.attention_backward_by("flash", out, q, k, v, out, lse, None, True, start, 4)
+
+    traced = make_fx(both, tracing_mode="fake")(q, k, v, torch.zeros(2, 7).long())
+    (ends,) = {n.args[3] for n in traced.graph.nodes if n.target == torch.ops.aten._flash_attention_forward.default}
+    assert ends.meta["val"].shape == (2 * 4 + 1,) and ends.meta["val"].dtype == torch.int32
+    lse = torch.zeros(2, 4, 7)
+    for node, like in zip(traced.graph.output_node().args[0], (q, lse, q, k, v), strict=True):
+        fake = node.meta["val"]
+        assert (fake.shape, fake.stride(), fake.dtype) == (like.shape, like.contiguous().stride(), like.dtype)
 
 
 def test_auto_leaves_cudnn_alone_where_it_is_old_or_must_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:

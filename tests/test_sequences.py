@@ -18,6 +18,10 @@ from torch import Tensor
 from dtrain import data, layout, ops, plan, reference
 from dtrain.data import DataConfig, DataError, batch, open_source, sequences
 from dtrain.models import gpt2, llama
+from dtrain.plan import seconds
+from dtrain.plan.predict import predict
+from dtrain.plan.report import heading
+from dtrain.program import cost
 from dtrain.program.lower import LoweringError, lower
 
 LLAMA = llama.Config(2, 32, 4, 48, 61, kv_heads=2, document_mask=True)
@@ -207,6 +211,71 @@ kernels: {{attention: flash}}
         words = "no masks of documents" if family == "bert" else "'flash' cannot do bfloat16, head_dim 64 with a mask"
         with pytest.raises(layout.LayoutError, match=words):
             layout.loads(text)
+
+
+GPUS = """
+cluster: {gpus_per_node: 4, gpu: a100-80}
+mesh: {dp: {size: 2}, tp: {size: 2}}
+shard:
+  params: {vocab: tp, heads: tp, kv_heads: tp, mlp: tp}
+  compute: {vocab: tp, heads: tp, kv_heads: tp, mlp: tp, batch: dp, res_seq: tp}
+model: {family: llama, layers: 2, embed: 128, heads: 4, kv_heads: 2, mlp: 64, vocab: 256}
+data: {source: synthetic, seq: 64, batch: 4, microbatch: 2, document_mask: true}
+run: {steps: 1, precision: bf16}
+kernels: {attention: flash}
+"""
+
+
+def test_flash_with_a_bounded_number_of_documents_is_planned_as_it_runs() -> None:
+    with pytest.raises(layout.LayoutError, match=r"no mask but one of documents with data\.max_documents"):
+        layout.loads(GPUS)
+    made = predict(layout.loads(GPUS, overrides=["data.max_documents=8"]))
+    job = made.plan.job
+    assert lower(job, job.mesh.world - 1).hashes() == made.program.hashes()
+    graph = made.program.segments["block"].graphs["forward"].module.graph
+    (does,) = [k.does for k in cost.kernels(graph).values() if k.op == "attention"]
+    assert isinstance(does, cost.Attention) and (does.masked, does.documents) == (True, 8)
+    assert seconds.attention_kernel(seconds.machine(made.plan.layout), does) == "flash"
+    assert seconds.attention_kernel(seconds.machine(made.plan.layout), replace(does, kernel="auto")) == "flash"
+    assert does.flops == 2 * (2 * 2 * 2 * 64 * 64 * 32) / 2  # of whole sequences: 2 heads a rank, two products
+    assert "attention is counted (FLOPs, time) as if each sequence were one" in "\n".join(heading(made.plan))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("data.document_mask=false", r"data\.max_documents: 8; is for document_mask: true"),
+        ("data.max_documents=40000", r"data\.max_documents: 40000; is at most 32767 with microbatches of 2"),
+        ("data.max_documents=0", r"data\.max_documents: 0"),
+    ],
+)
+def test_bounds_that_cannot_be_are_refused(change: str, words: str) -> None:
+    with pytest.raises(layout.LayoutError, match=words):
+        layout.loads(GPUS, overrides=["data.max_documents=8", change])
+
+
+@pytest.mark.parametrize("packing", ["best-fit", "none"])
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_a_sequence_has_no_more_documents_than_are_allowed(tmp_path: Path, packing: Any, most: int) -> None:
+    free = corpus(tmp_path, packing=packing, document_mask=True)
+    source = open_source(replace(free, max_documents=most))
+    rows = [batch(source, s, [0]) for s in range(source.train)]
+    assert max(len(r["start"].unique()) for r in rows) <= most
+    learnt = [sorted(t for r in of for t in r["labels"][r["labels"] >= 0].tolist()) for of in (rows, all_of(free))]
+    assert learnt[0] == learnt[1]
+
+
+def all_of(cfg: DataConfig) -> list[dict[str, Tensor]]:
+    source = open_source(cfg)
+    return [batch(source, s, [0]) for s in range(source.train)]
+
+
+def test_a_sequence_of_more_documents_than_are_allowed_ends_a_run(tmp_path: Path) -> None:
+    cfg = corpus(tmp_path, [3] * 12 + [40], document_mask=True)
+    assert max(len(r["start"].unique()) for r in all_of(cfg)) == 6
+    assert all_of(replace(cfg, max_documents=6))
+    with pytest.raises(DataError, match=r"data\.max_documents: 5; the sequence from token \d+ of jsonl .* has 6 doc"):
+        all_of(replace(cfg, max_documents=5))
 
 
 def test_masked_models_read_documents_one_by_one(tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ _STEP = re.compile(r"step-(\d+)")
 # of that changes the mathematics or what is on disk; so is how long it goes on, and at what rate.
 _SAME = ("model", "data", "run.seed", "run.precision", "optim.name")
 # Of paths the content counts: of the data its hash, of a loaded model what it brought.
-_FREE = ("model.vocab_pad", "model.load", "data.microbatch", "data.path", "data.validation.batches")
+_FREE = (
+    "model.vocab_pad", "model.load", "data.microbatch", "data.path", "data.max_documents", "data.validation.batches"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

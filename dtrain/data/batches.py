@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import rng
 from . import masking, tokens
-from .config import Part, Source, length, stride
+from .config import DataConfig, Part, Source, length, stride
 from .errors import DataError
 from .order import locate, place
 from .sequences import Long
@@ -109,7 +109,16 @@ def sequence(source: Source, part: Part, number: int) -> Read:
         labels[max(0, part.stream.tokens - 1 - begin) :] = -1
     if begins is not None:
         labels[begins[begins > 0] - 1] = -1
+        _check_documents(cfg, part, begin, 1 + int(((begins > 0) & (begins < cfg.seq)).sum()))
     return Read(ids, labels, n, begins)
+
+
+def _check_documents(cfg: DataConfig, part: Part, begin: int, documents: int) -> None:
+    if cfg.max_documents and documents > cfg.max_documents:
+        raise DataError(
+            f"data.max_documents: {cfg.max_documents}; the sequence from token {begin:,} of {part.name} has "
+            f"{documents} documents; allow as many (a run goes on with it), or use packing: best-fit"
+        )
 
 
 def _labels(part: Part, begin: int, ids: Long) -> Long:
@@ -136,8 +145,6 @@ def _from_bins(source: Source, part: Part, number: int) -> Read:
             labels[at : at + count] = _labels(part, begin, piece)
         begins.append(at)
         at += count
-    if cfg.document_mask and at < stride(cfg):
-        begins.append(at)  # what is empty sees itself only
     return Read(ids, labels if shift else None, at, np.array(begins, np.int64) if cfg.document_mask else None)
 
 

@@ -37,7 +37,8 @@ class DataConfig:
     vocabulary, `validation` the fraction held out: of the sequences (`blocks`) or of the `documents`, by their hash;
     `valid_paths` are held-out files of their own, read in windows that begin `stride` tokens apart (0: `seq`).
 
-    `packing` is how documents become sequences, `document_mask` whether their tokens see their own document only.
+    `packing` is how documents become sequences, `document_mask` whether their tokens see their own document only, of
+    which a sequence has up to `max_documents` (0: any number).
     With `stream` texts are read as the run goes on, `shuffle` sequences at a time in another order (0: as they are).
     `mix` are the sources of a mixture, in place of source and paths; `steps` those of the run, where known."""
 
@@ -58,6 +59,7 @@ class DataConfig:
     chat: bool = False
     packing: Literal["concat", "best-fit", "none"] = "concat"
     document_mask: bool = False
+    max_documents: int = 0
     bad: Literal["error", "skip"] = "error"
     stream: bool = False
     shuffle: int = 1024

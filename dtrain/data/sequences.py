@@ -52,12 +52,16 @@ def one_by_one(source: Stream, length: int, shift: int) -> Bins:
     return Bins(np.arange(len(begin) + 1), begin, count, short)
 
 
-def best_fit(source: Stream, length: int, shift: int) -> Bins:
+def best_fit(source: Stream, length: int, shift: int, most: int = 0) -> Bins:
     """Pieces of documents in sequences of `length` tokens: the longest first, each into the fullest sequence that it
     still fits (best-fit decreasing; Ding et al. 2024, arXiv 2404.10830, pack language models so). Documents longer
-    than a sequence are cut, others never."""
+    than a sequence are cut, others never. A sequence of more than `most` pieces (0: any number) becomes several."""
     begin, count, short = _pieces(source, length, shift)
     where = fit(count, length)
+    if most:
+        order = np.argsort(where, kind="stable")
+        nth = np.arange(len(where)) - np.searchsorted(where[order], where[order])
+        where[order] = np.unique(np.stack([where[order], nth // most]), axis=1, return_inverse=True)[1].ravel()
     order = np.argsort(where, kind="stable")
     first = np.searchsorted(where[order], np.arange(int(where.max(initial=-1)) + 2))
     return Bins(first.astype(np.int64), begin[order], count[order], short)

@@ -36,11 +36,15 @@ def show(cfg: DataConfig, samples: int, whole: bool = False) -> Iterator[str]:
         yield from _whole(source)
     steps = -(-(samples if source.streams else min(samples, source.train)) // cfg.batch)
     reader = Reader(source, range(cfg.batch))
+    documents = []
     for step in range(steps):
         whole_batch = reader.read(step)
         for row in range(min(cfg.batch, samples - step * cfg.batch)):
             yield f"sample {step * cfg.batch + row} (step {step + 1}, row {row}):"
             yield from _sample(cfg, used, {k: v[row].tolist() for k, v in whole_batch.items()})
+            documents += [len(set(whole_batch["start"][row].tolist()))] if cfg.document_mask else []
+    if documents:
+        yield f"documents in one of these {len(documents):,} sequences: {min(documents):,} to {max(documents):,}"
     yield from reader.notes()
 
 

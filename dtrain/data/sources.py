@@ -179,8 +179,11 @@ def cut(cfg: DataConfig, name: str, made: Stream | None, digest: str, words: int
         n = total // stride(cfg)
         bins, dropped = None, total - n * stride(cfg)
     else:
-        put = sequences.best_fit if cfg.packing == "best-fit" else sequences.one_by_one
-        bins = put(made, stride(cfg), 1 if cfg.objective == "causal" else 0)
+        shift = 1 if cfg.objective == "causal" else 0
+        if cfg.packing == "best-fit":
+            bins = sequences.best_fit(made, stride(cfg), shift, cfg.max_documents)
+        else:
+            bins = sequences.one_by_one(made, stride(cfg), shift)
         n, dropped = bins.sequences, 0
     split = cfg.split == "blocks" and not cfg.valid_paths
     period, held = periods(cfg if split else replace(cfg, validation=0.0), n)

@@ -20,6 +20,7 @@ from dtrain.layout.errors import at, divisors, fail, listed, show_dims
 from dtrain.layout.reader import show
 from dtrain.layout.schema import FILES, STREAMS, Data, Layout, Mixed, Run
 
+_GRID = 65_535  # blocks of a kernel along its second dimension, in which FlashAttention counts documents
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
@@ -93,6 +94,8 @@ def _check_data(layout: Layout) -> None:
             fail(layout, f"{key}.{what}", f"{show(getattr(given, what))}; how long a stream is, nobody knows; {do}")
     if "data.shuffle" in layout._where and not streams:
         fail(layout, "data.shuffle", f"{data.shuffle}; is for stream: true; what can be indexed is shuffled whole")
+    if data.max_documents and not data.document_mask:
+        fail(layout, "data.max_documents", f"{data.max_documents}; is for document_mask: true; remove it")
     if data.validation.stride and not data.validation.path:
         fail(
             layout, "data.validation.stride", f"{data.validation.stride}; needs data.validation.path, a text of its own"
@@ -106,6 +109,12 @@ def check_kernels(layout: Layout, module: ModuleType, cfg: Any) -> None:
     if layout.data.document_mask and not hasattr(cfg, "document_mask"):
         fail(layout, "data.document_mask", "true; this model has no masks of documents (llama and gpt2 have)")
     kernel, gpu = layout.kernels.attention, layout.cluster.device
+    most = layout.data.max_documents or 0
+    if most * layout.data.microbatch > _GRID and gpu.capability is not None:
+        at_most = _GRID // layout.data.microbatch
+        fail(
+            layout, "data.max_documents", f"{most}; is at most {at_most} with microbatches of {layout.data.microbatch}"
+        )
     if kernel in ("auto", "math") or not hasattr(cfg, "attention"):  # a model of the user's own may have none
         return
     if kernel == "cudnn" and layout.run.deterministic:
@@ -113,7 +122,9 @@ def check_kernels(layout: Layout, module: ModuleType, cfg: Any) -> None:
     device, dtype = "cpu" if gpu.capability is None else "cuda", _DTYPES[layout.run.precision]
     masked = "valid" in module.BATCH or layout.data.document_mask
     try:
-        ops.kernel_for(kernel, device, dtype, cfg.head_dim, masked, gpu.capability)
+        ops.kernel_for(
+            kernel, device, dtype, cfg.head_dim, masked, gpu.capability, getattr(cfg, "max_documents", 0) or 0
+        )
     except ops.OpError as error:
         fail(layout, "kernels.attention", str(error).removeprefix("attention kernel "))
 

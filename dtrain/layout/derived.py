@@ -32,6 +32,10 @@ def tables(layout: Layout) -> Tables:
     return Tables(shard.params, shard.compute, both, shard.compute if shard.grads is None else shard.grads)
 
 
+# Fields of a model's config that are keys of other sections.
+_ELSEWHERE = {"attention": "kernels", "loss_chunks": "kernels", "document_mask": "data", "max_documents": "data"}
+
+
 def family(layout: Layout) -> tuple[Any, Any]:
     """The model: its module (`params`, `embed`, `block`, `head_and_loss`, ...) and its frozen config."""
     model = layout.model
@@ -41,7 +45,7 @@ def family(layout: Layout) -> tuple[Any, Any]:
         meant = next((f"{key}{nearest(key, ways)}; " for key in model.fields if nearest(key, ways)), "")
         has = f"{' and '.join(given)} are both given" if given else "says none of family, preset, file, load"
         fail(layout, "model", f"{meant}{has}; write exactly one of them")
-    for key, section in (("attention", "kernels"), ("loss_chunks", "kernels"), ("document_mask", "data")):
+    for key, section in _ELSEWHERE.items():
         if key in model.fields:
             fail(layout, f"model.{key}", f"{model.fields[key]}; is written under {section}: {key}")
     try:
@@ -50,6 +54,8 @@ def family(layout: Layout) -> tuple[Any, Any]:
             cfg = dataclasses.replace(cfg, attention=layout.kernels.attention)
         if hasattr(cfg, "document_mask"):
             cfg = dataclasses.replace(cfg, document_mask=layout.data.document_mask)
+        if hasattr(cfg, "max_documents"):
+            cfg = dataclasses.replace(cfg, max_documents=layout.data.max_documents)
         return module, cfg
     except models.ModelError as error:
         _blame(layout, error)

@@ -245,6 +245,7 @@ class Data(Section):
     chat: bool = False
     packing: Literal["concat", "best-fit", "none"] = "concat"
     document_mask: bool = False
+    max_documents: Count | None = None
     masking: Masking = Masking()
     bad: Literal["error", "skip"] = "error"
     stream: bool = False

@@ -29,7 +29,8 @@ class Config:
     `dropout` is the rate after the embedding and on each residual branch, `attention_dropout` that on
     attention probabilities, which only the `math` kernel has (`auto` takes it then): set it to 0 for the
     fast kernels. `loss_chunks` are the pieces that head and loss work on. With `document_mask` attention stops at
-    documents, whose positions each begin at 0 (batch field `start`).
+    documents, whose positions each begin at 0 (batch field `start`), up to `max_documents` a sequence (None: any
+    number).
     """
 
     layers: int
@@ -46,6 +47,7 @@ class Config:
     attention: str = "auto"
     loss_chunks: int = 1
     document_mask: bool = False
+    max_documents: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mlp", self.mlp or 4 * self.embed)
@@ -148,7 +150,8 @@ def block(cfg: Config, p: Mapping[str, Tensor], x: Tensor, batch: Mapping[str, T
     def attend(here: Here, q: Tensor, k: Tensor, v: Tensor, sample: Tensor, start: Tensor | None = None) -> Tensor:
         k, v = here.cached(k, v)
         if rate == 0:
-            return ops.attention(q, k, v, causal=True, kernel=cfg.attention, start_BS=start)
+            most = cfg.max_documents or 0
+            return ops.attention(q, k, v, causal=True, kernel=cfg.attention, start_BS=start, documents=most)
         drop = partial(
             ops.dropout,
             here,

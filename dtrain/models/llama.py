@@ -25,7 +25,8 @@ class Config:
     """Sizes. `kv_heads` 0 means as many as `heads`, `head_dim` 0 means embed / heads; both are filled in.
 
     `attention` is the kernel (`ops.KERNELS`), `loss_chunks` the pieces that head and loss work on; with
-    `document_mask` attention stops at documents, whose positions each begin at 0 (batch field `start`);
+    `document_mask` attention stops at documents, whose positions each begin at 0 (batch field `start`), up to
+    `max_documents` a sequence (None: any number);
     `rope_scaling` Llama 3.1's table {factor, low, high, original}, `init_std` the standard
     deviation of the weights, those before a residual scaled by 1/sqrt(2 layers).
     """
@@ -45,6 +46,7 @@ class Config:
     attention: str = "auto"
     loss_chunks: int = 1
     document_mask: bool = False
+    max_documents: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
@@ -121,7 +123,8 @@ def block(cfg: Config, p: Mapping[str, Tensor], x: Tensor, batch: Mapping[str, T
         cos, sin = ops.rope_tables(at, cfg.head_dim, cfg.rope_theta, cfg.rope_scaling, q.dtype)
         q = ops.rotate(q, cos, sin)
         k, v = here.cached(ops.rotate(k, cos, sin), v)
-        return ops.attention(q, k, v, causal=True, kernel=cfg.attention, start_BS=start)
+        most = cfg.max_documents or 0
+        return ops.attention(q, k, v, causal=True, kernel=cfg.attention, start_BS=start, documents=most)
 
     Q, KV = "batch seq heads head_dim", "batch seq kv_heads head_dim"
     h = on.constrain(ops.rms_norm(x, w["norm_attn"], cfg.norm_eps), "batch seq embed")

@@ -244,34 +244,36 @@ def _inside(node: fx.Node, capability: tuple[int, int] | None, fused: bool) -> i
     name = passes.op_name(node) if node.op == "call_function" else ""
     if name not in ("attention", "attention_backward"):
         return 0
-    tensors = 4 if name == "attention" else 7  # and causal, the kernel and, with a mask of documents, where they start
-    (causal, kernel), starts = node.args[tensors : tensors + 2], node.args[tensors + 2 :]
-    given: list[Any] = [a.meta["val"] if isinstance(a, fx.Node) else a for a in (*node.args[:tensors], *starts)]
+    tensors, how = 4 if name == "attention" else 7, cost.asked(node)
+    nodes = (*node.args[:tensors], how.start)
+    given: list[Any] = [a.meta["val"] if isinstance(a, fx.Node) else a for a in nodes]
     q, k = given[:2] if name == "attention" else given[1:3]
     device = "cpu" if capability is None else "cuda"
     masked = any(x is not None for x in given[tensors - 1 :])
-    used = ops.kernel_for(str(kernel), device, q.dtype, q.shape[3], masked, capability)
+    used = ops.kernel_for(how.kernel, device, q.dtype, q.shape[3], masked, capability, how.documents)
     here = [x for x in given if x is not None]
     by: Callable[..., Any] = ops.attention_by if name == "attention" else ops.attention_backward_by
 
     def run(*values: Tensor) -> list[Tensor]:
         it = iter(values)
-        local = [None if x is None else next(it) for x in given]
-        return list(by(used, *local[:tensors], causal, *local[tensors:]))
+        *local, start = [None if x is None else next(it) for x in given]
+        return list(by(used, *local, how.causal, start, how.documents))
 
     graph = make_fx(run, tracing_mode="fake")(*here)
     graph.graph.eliminate_dead_code()
     out = flow(Graph(graph, tuple(map(str, range(len(here)))), ()), fused=fused and capability is None)
     backward = name == "attention_backward" and used not in ("math", "cpu")
-    return out.peak - sum(out.sizes) + (_workspace(q, k, used) if backward else 0)
+    apart = how.documents if how.start is not None and used == "flash" else 0
+    return out.peak - sum(out.sizes) + (_workspace(q, k, used, apart) if backward else 0)
 
 
-def _workspace(q: Tensor, k: Tensor, kernel: str) -> int:
+def _workspace(q: Tensor, k: Tensor, kernel: str, documents: int) -> int:
     """Bytes that a fused backward of attention allocates itself: the gradient of q in fp32 and a number for each of
     its rows; FlashAttention-2 also k's and v's gradients for each query head, where heads share them (its
-    `mha_bwd`)."""
+    `mha_bwd`), and 128 more rows for each of up to `documents` documents of a sequence (`mha_varlen_bwd`)."""
     more = 2 * q.numel() * q.element_size() if kernel == "flash" and k.shape[2] != q.shape[2] else 0
-    return 4 * q.numel() + 4 * q.numel() // q.shape[3] + more
+    rows = q.shape[0] * (q.shape[1] + 128 * documents) * q.shape[2]
+    return 4 * rows * q.shape[3] + 4 * rows + more
 
 
 # ------------------------------------------------------------------------------------------------- what is held

@@ -44,6 +44,8 @@ def heading(plan: Plan) -> list[str]:
         f"batch: {layout.data.batch} sequences of {layout.data.seq} = "
         f"{many(plan.replicas, 'replica')} x {many(plan.microbatches, 'microbatch')} of {layout.data.microbatch}",
     ]
+    if layout.data.document_mask:
+        lines.append("documents: attention is counted (FLOPs, time) as if each sequence were one; only data tell more")
     real = lengths(plan.job.module.params(plan.job.config))
     return lines + [f"padding: {a} {real[a]} -> {n}" for a, n in plan.job.pad.items() if real.get(a, n) != n]
 

@@ -178,7 +178,7 @@ def attention_kernel(on: Machine, a: Attention) -> str:
             return ops.kernel_for("cudnn", device, a.dtype, a.width, a.masked, on.gpu.capability)
         except ops.OpError:
             pass
-    return ops.kernel_for(a.kernel, device, a.dtype, a.width, a.masked, on.gpu.capability)
+    return ops.kernel_for(a.kernel, device, a.dtype, a.width, a.masked, on.gpu.capability, a.documents)
 
 
 def attention(on: Machine, a: Attention) -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -55,9 +56,24 @@ def flops(node: fx.Node) -> float:
     if name in PRODUCTS:
         return float(2 * math.prod(node.meta["val"].shape) * inputs[-2].shape[-1])
     q, k = inputs[:2] if name == "attention" else inputs[1:3]
-    causal = node.args[4] if name == "attention" else node.args[7]
+    causal = asked(node).causal
     whole = float(2 * q.numel() * k.shape[1] * (2 if name == "attention" else 5))
     return whole * _CAUSAL if causal else whole
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How a node of attention, forward or backward, is asked to compute: the last arguments of `ops.attention`."""
+
+    causal: bool
+    kernel: str
+    start: Any = None
+    documents: int = 0
+
+
+def asked(node: fx.Node) -> Asked:
+    last: Any = node.args[4 if passes.op_name(node) == "attention" else 7 :]
+    return Asked(*last)
 
 
 def sent(node: fx.Node, ranks: int) -> float:
@@ -104,7 +120,7 @@ class Product:
 @dataclass(frozen=True, slots=True)
 class Attention:
     """Attention, forward or backward: the kernel that is asked for, the shape of the queries, whether a mask comes
-    with them, and the FLOPs."""
+    with them, of how many documents a sequence at most (0: nobody knows), and the FLOPs, those of the mask included."""
 
     kernel: str
     batch: int
@@ -113,6 +129,7 @@ class Attention:
     width: int
     dtype: torch.dtype
     masked: bool
+    documents: int
     flops: float
 
 
@@ -200,10 +217,10 @@ def _does(node: fx.Node) -> Product | Attention | None:
         forward = name == "attention"
         q = tensors[0 if forward else 1]
         assert q is not None
-        masks = (tensors[3 if forward else 6], *tensors[6 if forward else 9 :])
-        kernel, masked = str(node.args[5 if forward else 8]), any(m is not None for m in masks)
+        how = asked(node)
+        masked = tensors[3 if forward else 6] is not None or how.start is not None
         batch, length, heads, width = q.shape
-        return Attention(kernel, batch, length, heads, width, q.dtype, masked, flops(node))
+        return Attention(how.kernel, batch, length, heads, width, q.dtype, masked, how.documents, flops(node))
     return None
 
 
