@@ -32,10 +32,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain import data, hardware, layout, metrics, ops, optim, plan, train
+from dtrain import data, hardware, layout, metrics, ops, plan, train
 from dtrain.layout import Layout
 from dtrain.mesh import join
-from dtrain.metrics import LogConfig, open_log
 from dtrain.plan import Plan, predict
 from dtrain.plan.measured import tensors
 from dtrain.program import capture
@@ -50,6 +49,7 @@ from dtrain.torch_private import enable_symmetric_memory, join_fake_world, regis
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE)]
+import trainer  # noqa: E402
 from peers import hf_compile, titan_style  # noqa: E402
 
 Result = dict[str, Any]
@@ -121,24 +121,14 @@ def llama(s: Setting, preset: str, seq: int) -> Layout:
 def dtrain_start(made: Plan, device: str, graph: bool = False) -> tuple[Callable[[int], float], Program, Result]:
     """The function that makes one step, as `dtrain/train.py` does; the program, and what it took to get there. With
     `graph` steps are replayed as one CUDA graph (`run.cuda_graph`)."""
-    source = data.open_source(train.data_config(made))
-    with tempfile.TemporaryDirectory() as folder, open_log(LogConfig(Path(folder), 1, 1, False, True)) as log:
-        began = time.perf_counter()
-        r = train.prepare(made, Rank(0, 1, 0, device, "none"), source, log)
-        seconds = time.perf_counter() - began
-    with torch.no_grad():
-        state = train.initialise(r)
-
-    again = captured(r.steps, state, r.config, recorder(device)) if graph else None
+    began = time.perf_counter()
+    r, state = trainer.begin(made, Rank(0, 1, 0, device, "none"))
+    seconds = time.perf_counter() - began
     take = train.taking(r, state, r.rank.stopping)
-
-    @torch.no_grad()
-    def step(number: int) -> float:
-        given, _ = train.training_step(r, number, state)
-        lr = optim.lr_at(r.schedule, number)
-        return (again(given, lr, False) if again else take(given, lr)).loss
-
-    return step, r.program, {"prepare_s": seconds}
+    if graph:
+        replay = captured(r.steps, state, r.config, recorder(device))
+        take = lambda step, lr: replay(step, lr, False)  # noqa: E731
+    return trainer.stepping(r, state, take), r.program, {"prepare_s": seconds}
 
 
 def recorder(device: str) -> Record:

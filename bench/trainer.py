@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +12,9 @@ from task import Shape, Task
 
 from dtrain import data, heap, layout, metrics, optim, plan, reference, train
 from dtrain.layout import Layout
-from dtrain.program.interpret import run
-from dtrain.program.update import Report, make_update
+from dtrain.plan import Plan
+from dtrain.program.interpret import Step
+from dtrain.program.update import Report, State
 from dtrain.rank import Rank
 
 TP = "heads: tp, kv_heads: tp, mlp: tp, vocab: tp"
@@ -61,20 +61,25 @@ def start(name: str, shape: Shape, rank: int, ranks: int, compiled: bool) -> Cal
     """The function that makes one training step, the first 1, and returns its loss."""
     heap.keep()  # as dtrain/launch.py does
     made = plan.plan(layout_of(name, shape, compiled))
+    r, state = begin(made, Rank(rank, ranks, rank, "cpu", "gloo"))
+    return stepping(r, state, train.taking(r, state, r.rank.stopping))
+
+
+def begin(made: Plan, rank: Rank) -> tuple[train.Run, State]:
+    """A run up to its first step. It writes nothing."""
     source = data.open_source(train.data_config(made))
-    place = Rank(rank, ranks, rank, "cpu", "gloo")
     with metrics.open_log(metrics.LogConfig(FOLDER, 1, 1, False, True)) as log:
-        r = train.prepare(made, place, source, log)
+        r = train.prepare(made, rank, source, log)
     with torch.no_grad():
-        state = train.initialise(r)
+        return r, train.initialise(r)
+
+
+def stepping(r: train.Run, state: State, take: Callable[[Step, float], Report]) -> Callable[[int], float]:
+    """Step number -> its loss."""
 
     @torch.no_grad()
     def step(number: int) -> float:
         given, _ = train.training_step(r, number, state)
-        reports: list[Report] = []
-        lr = optim.lr_at(r.schedule, number)
-        update = make_update(r.program, r.place, state, r.config, lr, r.rank.stopping, reports.append)
-        run(r.steps, state.weights, dataclasses.replace(given, update=update))
-        return reports[0].loss
+        return take(given, optim.lr_at(r.schedule, number)).loss
 
     return step

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +15,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dtrain import layout as layouts
 from dtrain import optim
+from dtrain import train as run_loop
 from dtrain.mesh import Groups, simulate
 from dtrain.plan import rows
 from dtrain.program.capture import Record, captured
 from dtrain.program.compile import uncompiled
 from dtrain.program.interpret import Place, Step, bind, initial_weights, publish, run
 from dtrain.program.update import Report, State, UpdateConfig, make_update
+from dtrain.rank import Rank
 
 STEPS = 6
 CONFIG = UpdateConfig(optim.Adamw(), 0.5)
@@ -137,3 +143,35 @@ def test_it_is_recorded_once_after_the_steps_that_warm_up() -> None:
 
     train("llama", "", (), record, warm=3)
     assert seen == ["recorded", *["replayed"] * (STEPS - 4)]
+
+
+def test_a_run_with_cuda_graph_writes_what_a_run_without_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[None] = []
+
+    def record(work: Callable[[], None]) -> Callable[[], None]:
+        recorded.append(None)
+        return recorder(work)
+
+    monkeypatch.setattr(run_loop, "captured", functools.partial(captured, record=record))
+    wrote = {}
+    for graph in (False, True):
+        folder = tmp_path / str(graph)
+        layout = layouts.loads(
+            "cluster: {gpus_per_node: 1, gpu: h100-sxm}\n"
+            "model: {family: llama, layers: 2, embed: 32, heads: 4, kv_heads: 2, mlp: 64, vocab: 256}\n"
+            "optim: {lr: 0.0009765625, schedule: constant, warmup: 0}\n"  # 2 ** -10: when recorded, a rate is fp32
+            "data: {source: synthetic, seq: 16, batch: 4, microbatch: 2, validation: {batches: 1}}\n"
+            f"run: {{steps: {STEPS}, eval_every: 2, compile: off, folder: {folder}}}\n",
+            "layout.yaml",
+            [f"run.cuda_graph={str(graph).lower()}"],
+        )
+        run_loop.train(layout, Rank(0, 1, 0, "cpu", "gloo"), quiet=True)  # on a CPU, as if it were the GPU
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        wanted = ("step", "loss", "grad_norm", "valid_loss")
+        files = json.loads((folder / f"step-{STEPS}" / "manifest.json").read_text())["files"]
+        wrote[graph] = [{k: v for k, v in line.items() if k in wanted} for line in lines], files["__0_0.distcp"]
+    assert recorded == [None]
+    assert wrote[True] == wrote[False]
+    assert len({line["valid_loss"] for line in wrote[True][0] if "valid_loss" in line}) == 1 + STEPS // 2
