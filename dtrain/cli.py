@@ -241,16 +241,51 @@ def sample(
                 raise typer.BadParameter(f"{value} needs a --temperature above 0, to draw at all", param_hint=option)
     if top_p is not None and not 0 < top_p <= 1:
         raise typer.BadParameter(f"{top_p}; give a probability above 0 and up to 1", param_hint="--top-p")
-    if precision not in (None, "fp32", "bf16", "fp16", "fp64"):
-        raise typer.BadParameter(f"{precision!r}; allowed: fp32, bf16, fp16, fp64", param_hint="--precision")
-    if tp is not None and tp < 1:
-        raise typer.BadParameter(f"{tp}; give a number of processes from 1", param_hint="--tp")
+    _check_model_options(precision, tp)
     from dtrain import launch
     from dtrain.generate import Choice
 
     how = Choice(temperature, top_k, top_p, seed)
     options = {"tokenizer": tokenizer, "file": model_file, "precision": precision}
     raise typer.Exit(launch.sample(source, prompt, max_tokens, how, tp, options))
+
+
+@app.command(
+    "eval",
+    epilog="Exit codes: 0 done; 1 a process failed (the first cause is the last line); 2 a mistake in the command, the "
+    "model, the text or the machine, nothing was started.",
+)
+def eval_(
+    source: Annotated[
+        str, typer.Argument(metavar="MODEL", help="step-N, a run's folder (its latest), or a Hugging Face folder.")
+    ],
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="A file of text, .gz and .zst too, or its URL.")],
+    stride: Annotated[int, typer.Option(help="Tokens that each window predicts; the rest is context.", min=1)] = 32,
+    seq: Annotated[int | None, typer.Option(help="Tokens of a window; by default what the model was made for.")] = None,
+    batch: Annotated[int, typer.Option(help="Windows at a time.", min=1)] = 8,
+    wikitext: Annotated[
+        bool, typer.Option("--wikitext", help="Undo WikiText's tokenisation, and count its own tokens as words.")
+    ] = False,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel processes; by default the launcher's, or 1.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16 or fp64; by default the model's.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer's file or folder; by default the model's.")] = None,
+    model_file: Annotated[str | None, typer.Option(help="Where a model of your own is written.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tell a model's perplexity on a text: per token, and per word, which does not depend on the tokenizer."""
+    _check_model_options(precision, tp)
+    from dtrain import launch
+    from dtrain.evaluate import How
+
+    options = {"tokenizer": tokenizer, "file": model_file, "precision": precision}
+    raise typer.Exit(launch.evaluate(source, text, How(seq, stride, batch, wikitext, as_json), tp, options))
+
+
+def _check_model_options(precision: str | None, tp: int | None) -> None:
+    if precision not in (None, "fp32", "bf16", "fp16", "fp64"):
+        raise typer.BadParameter(f"{precision!r}; allowed: fp32, bf16, fp16, fp64", param_hint="--precision")
+    if tp is not None and tp < 1:
+        raise typer.BadParameter(f"{tp}; give a number of processes from 1", param_hint="--tp")
 
 
 # ------------------------------------------------------------------------------------------ dtrain checkpoint ...

@@ -224,6 +224,33 @@ def start(path: str, overrides: list[str], quiet: bool, work: Work | None = None
 def sample(source: str, prompts: list[str], most: int, how: Any, tp: int | None, options: Mapping[str, Any]) -> int:
     """Generate text, over `tp` processes of this machine or those of a launcher; returns the exit code. `options` are
     the others of `sample.open_source` and `sample.prepare`."""
+
+    def prepared(found: Any, ranks: int, gpu: str, precision: str) -> tuple[Layout, Work]:
+        from dtrain import sample
+
+        layout, ask = sample.prepare(found, prompts, most, how, ranks, gpu, precision)
+        return layout, partial(sample.work, ask)
+
+    return _with_model(source, tp, options, prepared)
+
+
+def evaluate(source: str, text: str, how: Any, tp: int | None, options: Mapping[str, Any]) -> int:
+    """Tell how well a model predicts a text, over `tp` processes of this machine or those of a launcher; returns the
+    exit code. `options` as for `sample`."""
+
+    def prepared(found: Any, ranks: int, gpu: str, precision: str) -> tuple[Layout, Work]:
+        from dtrain import evaluate
+
+        layout, ask = evaluate.prepare(found, text, how, ranks, gpu, precision)
+        return layout, partial(evaluate.work, ask)
+
+    return _with_model(source, tp, options, prepared)
+
+
+def _with_model(
+    source: str, tp: int | None, options: Mapping[str, Any], prepared: Callable[..., tuple[Layout, Work]]
+) -> int:
+    """Open a model and do the work that `prepared` makes of it."""
     seat = None
     try:
         seat = seat_of(os.environ)
@@ -236,7 +263,7 @@ def sample(source: str, prompts: list[str], most: int, how: Any, tp: int | None,
         visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
         # Which GPU it is matters to predictions only.
         gpu = "cpu" if visible == 0 or (seat is None and visible < ranks) else "h100-sxm"
-        layout, ask = sample.prepare(found, prompts, most, how, ranks, gpu, options.get("precision") or "")
+        layout, work = prepared(found, ranks, gpu, options.get("precision") or "")
         if seat is not None:
             check_seat(layout, seat)
     except Exception as error:
@@ -245,7 +272,7 @@ def sample(source: str, prompts: list[str], most: int, how: Any, tp: int | None,
         if seat is None or seat.rank == 0:
             _say(str(error))
         return MISTAKE
-    return _perform_all(layout, seat, True, partial(sample.work, ask))
+    return _perform_all(layout, seat, True, work)
 
 
 def _perform_all(layout: Layout, seat: Seat | None, quiet: bool, work: Work) -> int:

@@ -120,11 +120,8 @@ def _ends(folder: Path, config: dict[str, Any]) -> set[int]:
     return set(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
 
-def prepare(
-    source: Source, prompts: Sequence[str], most: int, how: Choice, tp: int, gpu: str = "cpu", precision: str = ""
-) -> tuple[Layout, Ask]:
-    """The layout of the ranks, and what they are asked. Raises SampleError, GenerateError or LayoutError for what can
-    be known before they start."""
+def layout_of(source: Source, tp: int, gpu: str = "cpu", precision: str = "") -> tuple[Layout, Any]:
+    """The layout of the ranks, and the model's config. Raises GenerateError or LayoutError."""
     family = source.model.get("family") or source.model.get("file") or models.presets()[source.model["preset"]]
     text = {
         "cluster": {"nodes": 1, "gpus_per_node": tp, "gpu": gpu},
@@ -139,7 +136,15 @@ def prepare(
         axes = {axis for table in module.params(cfg).values() for p in table.values() for axis in p.axes}
         rules = {axis: "tp" for axis in ("vocab", "heads", "kv_heads", "mlp") if axis in axes}
         text |= {"mesh": {"tp": {"size": tp}}, "shard": {"params": rules, "compute": rules}}
-    layout = layouts.loads(json.dumps(text), f"--tp {tp} for the model of {source.path}")
+    return layouts.loads(json.dumps(text), f"--tp {tp} for the model of {source.path}"), cfg
+
+
+def prepare(
+    source: Source, prompts: Sequence[str], most: int, how: Choice, tp: int, gpu: str = "cpu", precision: str = ""
+) -> tuple[Layout, Ask]:
+    """The layout of the ranks, and what they are asked. Raises SampleError, GenerateError or LayoutError for what can
+    be known before they start."""
+    layout, cfg = layout_of(source, tp, gpu, precision)
     vocab = min(cfg.vocab, source.tokenizer.size)
     context = getattr(cfg, "positions", source.context)
     read = [(prompt, _ids(source, prompt, cfg.vocab, context)) for prompt in prompts]
@@ -178,7 +183,7 @@ def work(ask: Ask, layout: Layout, rank: Rank, *, quiet: bool) -> None:
     """Generate and, on the first rank, print: each prompt and, as they come, the tokens that follow it."""
     rank.beat(0, "start")
     with torch.no_grad():
-        model = decoder(ask, layout, rank)
+        model = decoder(ask.path, ask.vocab, layout, rank)
         tokenizer = data.load_tokenizer(ask.tokenizer)
         for number, (prompt, ids) in enumerate(ask.prompts):
             most = min(ask.most, ask.context - len(ids)) if ask.context else ask.most
@@ -214,15 +219,15 @@ def pieces(tokenizer: Tokenizer, prompt: Sequence[int], new: Iterable[int]) -> I
     yield tokenizer.decode(ids)[shown:]
 
 
-def decoder(ask: Ask, layout: Layout, rank: Rank) -> Decoder:
-    """This rank's part of the model, its weights read."""
+def decoder(path: Path, vocab: int, layout: Layout, rank: Rank) -> Decoder:
+    """This rank's part of the model at `path`, of which `vocab` tokens count, its weights read."""
     job = plans.plan(layout).job
     cfg = generate.check(job.module, job.config, "the model")
     limits = layout.run.timeouts
     join_world(job.mesh, [], rank.rank, rank.backend, rank.device, Limits(limits.start, limits.step, limits.save))
-    units = _weights(ask.path, job, rank)
+    units = _weights(path, job, rank)
     if job.mesh.world == 1:
-        return Decoder(job.module, cfg, units, ALONE, ask.vocab, device=rank.device)
+        return Decoder(job.module, cfg, units, ALONE, vocab, device=rank.device)
     device = rank.device.partition(":")[0]
     mesh = DeviceMesh(device, torch.arange(job.mesh.world), mesh_dim_names=("tp",))
     at = {"tp": torch.tensor(rank.rank, device=rank.device)}
@@ -243,7 +248,7 @@ def decoder(ask: Ask, layout: Layout, rank: Rank) -> Decoder:
         for u, unit in enumerate(units)
     ]
     on = on_mesh(Tracing(mesh, job.trace_rules, at, model), {})
-    return Decoder(job.module, cfg, placed, on, ask.vocab, lift, whole, rank.device)
+    return Decoder(job.module, cfg, placed, on, vocab, lift, whole, rank.device)
 
 
 def _weights(path: Path, job: Job, rank: Rank) -> list[dict[str, Tensor]]:

@@ -237,4 +237,4 @@ def test_wikitexts_tokens_become_english_and_words_are_those_before(tmp_path: Pa
     (tmp_path / "w.txt").write_text(text)
     made_by(tmp_path, "out", str(tmp_path / "w.txt"), wikitext=True)
     about = manifest.read(str(tmp_path / "out"))
-    assert about is not None and about.words == len(text.split()) and about.tokens == len(want) + 1
+    assert about is not None and about.words == len(text.split()) + 1 and about.tokens == len(want) + 1

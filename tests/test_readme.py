@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = [p for folder in (".", "layouts", "checkpoints", "bench", "tests") for p in (ROOT / folder).glob("*.md")]
 VERBS = ("run", "show", "verify", "plan")  # of layouts
-OTHERS = ("export", "sample", "checkpoint")
+OTHERS = ("export", "sample", "eval", "checkpoint")
 KEYS = set(layout.schema_keys())
 
 

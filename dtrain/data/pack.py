@@ -24,7 +24,7 @@ from . import documents, encode, manifest, tokenizer
 from .documents import Faults, kind_of
 from .errors import DataError
 from .manifest import Manifest
-from .perplexity import natural
+from .perplexity import natural, original
 from .tokenizer import Tokenizer
 from .tokens import write_index
 
@@ -201,7 +201,7 @@ def _tokenise(used: Tokenizer, work: _Work, batch: list[tuple[str, Any]]) -> Pac
     sides: tuple[list[encode.Encoded], list[encode.Encoded]] = ([], [])
     words = [0, 0]
     if options.wikitext:
-        counted = [len(_text(value).split()) for _, value in batch]
+        counted = [original(_text(value)) for _, value in batch]
         batch = [(where, natural(_text(value))) for where, value in batch]
         words[0] = sum(counted)
     for d in encode.encode(batch, used, work.bos, work.eos, options.chat, faults):

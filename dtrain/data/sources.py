@@ -57,7 +57,7 @@ def open_source(cfg: DataConfig) -> Source:
         whole = replace(cfg, split="blocks", validation=0.0)
         part, _ = _open(whole, replace(given[0], source=kind, paths=cfg.valid_paths, stream=False), mine, faults, notes)
         apart = [part]
-    apart = [_all_held_out(cfg, part) for part in apart]
+    apart = [all_held_out(cfg, part) for part in apart]
     continues = None
     if cfg.objective == "masked" and cfg.masking.unit == "word":
         continues = torch.from_numpy(mine.continues())
@@ -191,7 +191,7 @@ def cut(cfg: DataConfig, name: str, made: Stream | None, digest: str, words: int
     return Part(name, made, bins, n - valid, valid, period, held, dropped, digest, words)
 
 
-def _all_held_out(cfg: DataConfig, part: Part) -> Part:
+def all_held_out(cfg: DataConfig, part: Part) -> Part:
     """A corpus of which nothing is trained on, in overlapping windows if these are asked for: the last one may reach
     past the end, so that every token but the first is predicted once."""
     n, dropped = part.train + part.valid, part.dropped
