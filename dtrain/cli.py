@@ -389,14 +389,22 @@ def data_pack(
     with _one_line():
         import os
 
+        from dtrain.data import DataError
         from dtrain.data.pack import options, pack
         from dtrain.layout.reader import Where, override
 
         values: dict[str, object] = {}
         where: Where = {"": "the command"}
         for setting in settings or []:
+            if "=" not in setting:
+                raise DataError(f"{setting}: is no KEY=VALUE; quote a glob, or the shell makes its files arguments")
             override(values, where, setting)
-        made = pack(out, options([source], values, hold_out, wikitext), workers or os.cpu_count() or 1, typer.echo)
+        asked = options([source], values, hold_out, wikitext)
+        try:
+            made = pack(out, asked, workers or os.cpu_count() or 1, typer.echo)
+        except KeyboardInterrupt:
+            typer.echo("stopped; the same command goes on from here", err=True)
+            raise typer.Exit(130) from None
         for name, m in zip((out, f"{out}-valid"), made, strict=False):
             left = "".join(f", {n:,} left out ({why})" for why, n in m.left_out.items())
             typer.echo(

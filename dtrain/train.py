@@ -108,8 +108,8 @@ def train(layout: Layout, rank: Rank, *, quiet: bool) -> None:
             metrics.warn(log, line)
         for key, change in changes.items():
             say(log, f"changed: {key}: {change}")
-        for note in source.notes:
-            say(log, note)
+        for line in (*data.counts(source), *source.notes):
+            say(log, line)
         r = prepare(plan, rank, source, log, entered, record)
         with torch.no_grad(), checkpoint.open_saver(save_config(r)) as saver:
             tell = lambda line: say(log, line)  # noqa: E731

@@ -178,7 +178,8 @@ def death(rank: int, at: float, code: int | None) -> Report:
         name = signal.Signals(-code).name
     except ValueError:
         name = "unknown"
-    hint = "; often out of memory" if name == "SIGKILL" else ""
+    hints = {"SIGKILL": "; often out of memory", "SIGBUS": "; often a mapped file that was cut short meanwhile"}
+    hint = hints.get(name, "")
     return Report(rank, at, "death", f"was killed by signal {-code} ({name}{hint})")
 
 

@@ -71,6 +71,19 @@ def test_labels_are_shifted_before_the_cut(tmp_path: Path) -> None:
     assert labels == list(range(1, 41))  # one epoch predicts every token but the first and the dropped ones
 
 
+def test_seven_of_eight_tokens_are_labels_however_a_sequence_is_cut(tmp_path: Path) -> None:
+    """Labels are a field of the batch, so that cutting it cannot lose one: in halves, or in quarters of which a rank
+    has the first and the last."""
+    cfg = text(tmp_path, bytes(range(1, 9)), seq=8, batch=1, packing="none", eos=False, source="jsonl")
+    write(tmp_path / "corpus.txt", json.dumps({"text": "".join(map(chr, range(1, 9)))}).encode())
+    out = batch(open_source(cfg), 0, [0])
+    assert out["tokens"][0, :7].tolist() == [1, 2, 3, 4, 5, 6, 7]
+    labels = out["labels"][0]
+    assert [labels[:4].tolist(), labels[4:].tolist()] == [[2, 3, 4, 5], [6, 7, 8, -1]]
+    zigzag = labels.view(4, 2)
+    assert [zigzag[[0, 3]].flatten().tolist(), zigzag[[1, 2]].flatten().tolist()] == [[2, 3, 8, -1], [4, 5, 6, 7]]
+
+
 def test_an_epoch_is_a_permutation_and_wraps_inside_a_batch(tmp_path: Path) -> None:
     cfg = text(tmp_path, ids(16 * 4 + 1), batch=5)
     source = open_source(cfg)

@@ -165,6 +165,26 @@ def test_a_step_sees_the_same_samples_under_every_layout(corpora: Path, kind: st
     assert tried == 19
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["read at once", "read ahead"])
+def test_ranks_read_the_planned_batch(corpora: Path, ahead: bool) -> None:
+    """dp 2 x tp 2 x pp 2, ten steps: the ids of a replica's four ranks are equal, those of the two replicas apart, and
+    together they are the batch that one process would read."""
+    text = next(t for t in layouts() if "pp: {size: 2}" in t and "dp: {size: 2}" in t)
+    made = plan.plan(layout.loads(text + KINDS["one source"].replace("PATH", str(corpora))))
+    source = open_source(data_config(made))
+    seen: dict[int, list[list[int]]] = {}
+    for rank in range(8):
+        at = made.job.mesh.coordinates(rank)
+        reader = data.Reader(source, plan.rows(made, at))
+        coming = Ahead(reader.read, 9)
+        ids = [(coming.get(i) if ahead else reader.read(i))["sample"].tolist() for i in range(10)]
+        coming.close()
+        assert seen.setdefault(at["dp"], ids) == ids
+    assert sorted(seen) == [0, 1]
+    for step, (one, other) in enumerate(zip(seen[0], seen[1], strict=True)):
+        assert not {*one} & {*other} and sorted(one + other) == list(range(8 * step, 8 * step + 8))
+
+
 @settings(deadline=None, max_examples=15)
 @given(st.sampled_from(["concat", "best-fit", "none"]), st.booleans(), st.integers(1, 9), st.integers(0, 5))
 def test_every_sample_of_an_epoch_is_seen_once(

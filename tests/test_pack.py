@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import fcntl
 import json
 from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,9 +100,101 @@ def test_an_interrupted_packing_goes_on(
     assert said[0].startswith("goes on after document") and first + done[0] <= 28 + 3  # 28 batches, few of them twice
 
 
+@pytest.mark.parametrize("stop", [0, 1])
+def test_a_packing_that_is_stopped_while_it_finishes_goes_on(
+    tmp_path: Path, corpus: str, stop: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the manifest of OUT, or between it and that of OUT-valid."""
+    whole = made_by(tmp_path, "whole", corpus, hold_out=0.1)
+    write, calls = manifest.write, [0]
+
+    def dying(prefix: str, made: manifest.Manifest) -> None:
+        if calls[0] == stop:
+            raise KeyboardInterrupt
+        calls[0] += 1
+        write(prefix, made)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(manifest, "write", dying)
+        made_by(tmp_path, "stopped", corpus, hold_out=0.1)
+    assert (tmp_path / "stopped.bin").exists() and (tmp_path / "stopped.json").exists() == bool(stop)
+    assert made_by(tmp_path, "stopped", corpus, hold_out=0.1) == whole
+
+
+def test_what_is_there_is_never_written_over(tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out.bin").write_bytes(b"of another program")
+    with pytest.raises(DataError, match=r"out\.bin: is there already; remove it, or choose another OUT"):
+        made_by(tmp_path, "out", corpus)
+    assert (tmp_path / "out.bin").read_bytes() == b"of another program"
+    with open(tmp_path / "busy.bin.part", "w") as busy:
+        fcntl.flock(busy, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match=r"busy\.bin\.part: another process is packing into it"):
+            made_by(tmp_path, "busy", corpus)
+
+
+def test_parts_that_are_shorter_than_the_journal_says_are_refused(
+    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(packing._Sink, "finish", interrupted)
+        made_by(tmp_path, "out", corpus)
+    (tmp_path / "out.bin.part").unlink()
+    with pytest.raises(DataError, match=r"out\.bin\.part: has 0 bytes, but the journal beside it says [\d,]+; remove"):
+        made_by(tmp_path, "out", corpus)
+    (tmp_path / "out.part.json").write_text("{oops")
+    with pytest.raises(DataError, match=r"out\.part\.json: is no journal of a packing"):
+        made_by(tmp_path, "out", corpus)
+
+
+def interrupted(*args: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def test_a_worker_that_dies_and_a_disk_that_is_full_are_one_line(
+    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for error, words in (
+        (
+            BrokenProcessPool("a process in the pool died"),
+            "a worker was killed, often for want of memory; the same",
+        ),
+        (OSError(28, "No space left on device", "out.bin.part"), r"out\.bin\.part: No space left on device; the same"),
+    ):
+
+        def failing(*args: Any, error: Exception = error) -> Any:
+            raise error
+
+        monkeypatch.setattr(packing, "_tokenised", failing)
+        with pytest.raises(DataError, match=words) as e:
+            made_by(tmp_path, "out", corpus)
+        assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("bad", ["error", "skip"])
+def test_wikitext_that_is_not_utf8_is_an_error_or_counted(tmp_path: Path, bad: str) -> None:
+    (tmp_path / "a.txt").write_bytes(b"well @-@ known \xff")
+    (tmp_path / "b.txt").write_bytes(b"well @-@ known")
+    if bad == "error":
+        with pytest.raises(DataError, match=r"a\.txt: not UTF-8"):
+            made_by(tmp_path, "out", str(tmp_path / "*.txt"), wikitext=True)
+        return
+    made = made_by(tmp_path, "out", str(tmp_path / "*.txt"), wikitext=True, bad=bad)
+    about = json.loads(made[".json"])
+    assert (about["left_out"], about["documents"], about["words"]) == ({"not UTF-8": 1}, 1, 3)
+
+
+def test_held_out_words_of_wikitext_are_those_of_held_out_documents(tmp_path: Path) -> None:
+    for i in range(40):
+        (tmp_path / f"{i}.txt").write_text(" ".join(["a @-@ b"] * (i + 1)))
+    made = made_by(tmp_path, "out", str(tmp_path / "*.txt"), wikitext=True, hold_out=0.3)
+    one, other = (json.loads(made[f"{side}.json"]) for side in ("", "-valid"))
+    assert one["words"] + other["words"] == 3 * 820 and other["words"] > 0
+    assert 2 * one["words"] > one["bytes"] // 4 > 0  # "a-b " for every three words
+
+
 def test_a_journal_of_another_command_is_not_gone_on_with(tmp_path: Path, corpus: str) -> None:
     (tmp_path / "out.part.json").write_text(json.dumps({"of": {}}))
-    with pytest.raises(DataError, match=r"out\.part\.json: is of another command or input"):
+    with pytest.raises(DataError, match=r"out\.part\.json: is of another command, or its input has changed"):
         made_by(tmp_path, "out", corpus)
 
 
@@ -109,6 +204,19 @@ def test_sixteen_bits_up_to_65536_ids_and_never_a_wrap(tmp_path: Path) -> None:
     used = packing.tokenizer.load("bytes")
     with pytest.raises(DataError, match="x: id 70000 does not fit uint16"):
         packing._tokenise(used, work, [("x", "text")])
+
+
+def test_an_id_of_70000_is_packed_and_read_back(tmp_path: Path) -> None:
+    """A tokenizer of 70,001 ranks (Llama 3's file is like it), of which the last is a word."""
+    pytest.importorskip("tiktoken")
+    ranks = [bytes([i]) for i in range(256)] + [b"\xff%07d" % i for i in range(256, 70_000)] + [b" fox"]
+    lines = (base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(ranks))
+    (tmp_path / "t.tiktoken").write_bytes(b"".join(lines))
+    (tmp_path / "a.txt").write_text("A fox")
+    made = made_by(tmp_path, "out", str(tmp_path / "a.txt"), tokenizer=str(tmp_path / "t.tiktoken"), eos=False)
+    about = json.loads(made[".json"])
+    assert (about["vocab"], about["dtype"], about["highest"]) == (70_002, "int32", 70_000)
+    assert open_megatron(str(tmp_path / "out")).tokens.tolist() == [65, 70_000]  # not 4464
 
 
 def packed(tmp_path: Path, corpus: str, **changes: Any) -> DataConfig:
@@ -164,6 +272,45 @@ def test_show_tells_what_there_is_and_what_a_model_sees(tmp_path: Path, corpus: 
     lines = histogram(np.array([1, 2, 3, 3, 900]))
     assert lines[0] == "  5 documents of 1 to 900 tokens, median 3"
     assert [int(line.split("tokens")[1].split()[0].replace(",", "")) for line in lines[1:]] == [1, 3, *[0] * 7, 1]
+
+
+def test_show_of_a_stream_reads_samples_and_counts_what_it_left_out(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"document {i}"}) for i in range(200)]
+    lines[3], lines[4] = "{oops", json.dumps({"text": ""})
+    (tmp_path / "s.jsonl").write_text("\n".join(lines))
+    paths = (str(tmp_path / "s.jsonl"),)
+    cfg = DataConfig(
+        "jsonl",
+        16,
+        2,
+        256,
+        paths=paths,
+        validation=0.0,
+        stream=True,
+        shuffle=0,
+        bad="skip",
+        document_mask=True,
+    )
+    said = list(show(cfg, samples=3))
+    size = (tmp_path / "s.jsonl").stat().st_size
+    assert said[1:3] == [
+        f"train: jsonl ({paths[0]}): 1 files, {size / 1e6:,.1f} MB",
+        f"jsonl ({paths[0]}): read as the run goes on",
+    ]
+    assert [line for line in said if line.startswith("sample")] == [
+        "sample 0 (step 1, row 0):", "sample 1 (step 1, row 1):", "sample 2 (step 2, row 0):",
+    ]  # fmt: skip
+    at = said.index("sample 0 (step 1, row 0):")
+    assert [" ".join(line.split()) for line in said[at + 1 : at + 5]] == [
+        "0 to 0 document from 0 given 'd'",
+        "1 to 10 document from 0 predicted 'ocument 0\\x00'",
+        "11 to 11 document from 11 given 'd'",
+        "12 to 15 document from 11 predicted 'ocum', then predicted 'e'",
+    ]
+    assert said[-2:] == [
+        "1 documents of what was read left out: empty",
+        "1 documents of what was read left out: not JSON",
+    ]
 
 
 def test_the_commands(tmp_path: Path, corpus: str) -> None:

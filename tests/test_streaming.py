@@ -86,14 +86,14 @@ def test_every_epoch_has_each_document_once(corpus: str, packing: Any, shuffle: 
     epoch = Counter(pair for t in DOCUMENTS for pair in zip(t.encode(), [*t.encode()[1:], 0], strict=True))
     found: Counter[tuple[int, int]] = Counter()
     windows = streaming._windows(source, 0, streaming.Cursor())
-    begin, part = next(windows)
+    begin, part, _ = next(windows)
     while begin.epoch < 12:
         for number in range(part.train):
             got = sequence(source, part, number)
             assert got.labels is not None
             kept = got.labels >= 0
             found.update(zip(got.ids[: len(kept)][kept].tolist(), got.labels[kept].tolist(), strict=True))
-        begin, part = next(windows)
+        begin, part, _ = next(windows)
     assert all(begin.epoch * n <= found[pair] <= (begin.epoch + 1) * n for pair, n in epoch.items())
     assert found.keys() == epoch.keys()
 
@@ -219,7 +219,7 @@ def test_a_shard_that_changes_or_vanishes_while_a_run_goes_on_is_named(tmp_path:
 
 def test_what_is_wrong_from_the_start_is_told_at_the_start(tmp_path: Path) -> None:
     path = write(tmp_path)
-    with pytest.raises(DataError, match='no string under the key "body"'):
+    with pytest.raises(DataError, match="has no key 'body'; its keys are 'text'"):
         open_source(config(path, field="body"))
     with pytest.raises(DataError, match=r"model\.vocab: 100 is smaller than the 256 ids"):
         open_source(config(path, vocab=100))

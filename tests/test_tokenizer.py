@@ -148,6 +148,34 @@ def test_a_vocabulary_larger_than_the_models_is_refused_before_the_start(tmp_pat
         tokenizer.load(str(tmp_path / "junk.model"))
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["at the start", "as a stream"])
+def test_a_tokenizer_larger_than_the_model_is_refused_with_the_highest_id_in_the_data(
+    tmp_path: Path, stream: bool
+) -> None:
+    """260 entries of which 4 were added, a model of 256, and data that hold the last id."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    made.train_from_iterator([], tokenizers.trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False))
+    made.add_special_tokens(["<s>", "</s>", "<pad>", "<end>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    name = str(tmp_path / "tokenizer.json")
+    assert tokenizer.load(name).size == 260
+    cfg = config(tmp_path, [TEXT, "x"], tokenizer=name, vocab=256, eos="<end>", stream=stream)
+    with pytest.raises(DataError, match=r"model\.vocab: 256 is smaller than the 260 ids of .*\(added tokens counted\); "
+                       r"the highest id in the data is 259; set at least 260"):  # fmt: skip
+        open_source(cfg)
+    assert open_source(replace(cfg, vocab=260)).streams == stream
+    with pytest.raises(DataError, match=r"the highest id in the data is 220; set at least 260"):
+        open_source(replace(cfg, eos=False))
+
+
+def test_a_refusal_looks_at_no_more_than_the_beginning_of_a_large_corpus(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"a" * 3_000_000 + b"z")
+    with pytest.raises(DataError, match=r"the highest id in the first 1\.0 MB of the data is 97; set at least 256"):
+        open_source(DataConfig("text", 8, 1, 100, paths=(str(tmp_path / "a.txt"),)))
+
+
 def test_text_that_is_not_utf8_is_an_error_or_counted(tmp_path: Path) -> None:
     name = hugging_face(tmp_path)
     (tmp_path / "bad.txt").write_bytes(b"fox \xff\xfe dog")

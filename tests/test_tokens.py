@@ -6,6 +6,7 @@ import resource
 import struct
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -184,6 +185,46 @@ def test_a_shard_that_vanishes_during_a_run_is_still_read(tmp_path: Path) -> Non
     for suffix in (".bin", ".idx"):
         Path(prefix + suffix).unlink()
     assert [batch(source, s, [0])["tokens"].tolist() for s in range(source.train)] == before
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_mapped_file_that_is_cut_while_a_run_reads_it_is_named(tmp_path: Path, suffix: str) -> None:
+    """Where nobody looks, reading past the end of a mapped file ends the process without a word (SIGBUS)."""
+    prefix = mapped(tmp_path / "a", "u2")
+    source = open_source(config(prefix, document_mask=True))
+    batch(source, 0, [0])
+    size = Path(prefix + suffix).stat().st_size
+    with open(prefix + suffix, "r+b") as file:
+        file.truncate(10)
+    with pytest.raises(DataError, match=rf"a\.bin: had {size} bytes when the run started and has 10 now"):
+        batch(source, 1, [0])
+
+
+def test_an_index_that_is_damaged_where_nobody_looked_is_told_when_it_is_met(tmp_path: Path) -> None:
+    prefix = mapped(tmp_path / "a", "u2", [[1, 2, 3]] * 1000)
+    starts_at = 34 + 4 * 1000
+    with open(f"{prefix}.idx", "r+b") as file:
+        file.seek(starts_at + 8 * 501)  # of 127 places, none
+        file.write(struct.pack("<q", 1 << 40))
+    cfg = config(prefix, document_mask=True, packing="none")
+    with pytest.raises(DataError, match=r"a\.bin: its index is damaged: documents near token 0 do not begin in order"):
+        open_source(cfg)
+    source = open_source(replace(cfg, packing="concat"))
+    with pytest.raises(DataError, match=r"a\.bin: its index is damaged: documents near token 1,50\d do not begin in"):
+        for step in range(source.train):
+            batch(source, step, [0])
+
+
+@pytest.mark.parametrize("value", [1.5, float("nan"), float("inf"), -float("inf")])
+def test_floats_that_are_no_ids_are_told_when_they_are_met(tmp_path: Path, value: float) -> None:
+    prefix = mapped(tmp_path / "a", "f4")
+    source = open_source(config(prefix))
+    ids = np.memmap(f"{prefix}.bin", np.float32, "r+")
+    ids[2] = value  # after the start
+    ids.flush()
+    with pytest.raises(DataError, match=r"a\.bin: token 2 is (1\.5|nan|inf|-inf) \(float32\); token ids are whole"):
+        for step in range(source.train):
+            batch(source, step, [0])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

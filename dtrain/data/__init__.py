@@ -16,6 +16,7 @@ from .errors import DataError
 from .masking import Masking
 from .order import passes, permute
 from .perplexity import report
+from .show import counts
 from .sources import open_source
 from .streaming import Reader
 from .tokenizer import Tokenizer, token
@@ -31,6 +32,7 @@ __all__ = [
     "Source",
     "Tokenizer",
     "batch",
+    "counts",
     "load_tokenizer",
     "open_source",
     "passes",

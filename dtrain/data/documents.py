@@ -22,6 +22,7 @@ KINDS = ("text", "jsonl", "parquet", "arrow")
 STDLIB_BYTES = 16_000_000
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _SUFFIXES = {".json": "jsonl", ".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
+_OTHER = (".bz2", ".xz", ".lzma", ".lz4", ".br", ".zip", ".7z", ".rar", ".tar", ".tgz")  # would be read as text
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,9 @@ def files(paths: Iterable[str], source: str) -> list[str]:
         found += kept
     if not found:
         raise DataError(f"data.path: source {source!r} needs a file or a glob such as corpus/**/*.txt")
+    for path in found:
+        if source in KINDS and path.endswith(_OTHER):
+            raise DataError(f"{path}: is packed in a way that is not read; unpack it, or pack it as .gz or .zst")
     once: dict[str, str] = {}
     for path in found:
         once.setdefault(path if "://" in path else os.path.realpath(path), path)  # links may go round in a circle
@@ -95,24 +99,39 @@ def _remote(path: str) -> list[str]:
     try:
         system, _, names = fsspec.get_fs_token_paths(path)
         return [system.unstrip_protocol(n) for n in sorted(names) if system.isfile(n)]
-    except (OSError, ValueError, ImportError) as e:
-        raise DataError(f"data.path: {path!r} cannot be reached: {' '.join(str(e).split())}") from e
+    except Exception as e:  # of whichever library reads this kind of URL
+        raise DataError(f"data.path: {path!r} cannot be reached: {_reason(e)}") from e
+
+
+def _reason(e: Exception) -> str:
+    """What an exception says, on one line."""
+    return (e.strerror if isinstance(e, OSError) else None) or " ".join(str(e).split())[:300] or type(e).__name__
 
 
 def _saved(folder: str) -> list[str]:
-    if os.path.isfile(f"{folder}/dataset_dict.json"):
-        splits = json.loads(Path(folder, "dataset_dict.json").read_text())["splits"]
+    file = Path(folder, "dataset_dict.json")
+    if file.is_file():
+        splits = _json(file, "splits")
         raise DataError(
             f"data.path: {folder!r} holds the splits {', '.join(splits)}; give one, as {folder}/{splits[0]}"
         )
-    state = json.loads(Path(folder, "state.json").read_text())
-    if state.get("_indices_files"):
+    state = Path(folder, "state.json")
+    if _json(state, "_indices_files", needed=False):
         raise DataError(f"data.path: {folder!r} was saved with an index of its own; save flatten_indices() of it")
-    names = [f"{folder}/{f['filename']}" for f in state["_data_files"]]
+    names = [f"{folder}/{f['filename']}" for f in _json(state, "_data_files")]
     missing = [n for n in names if not os.path.isfile(n)]
     if missing:
         raise DataError(f"{missing[0]}: does not exist, but {folder}/state.json names it")
     return names
+
+
+def _json(file: Path, key: str, needed: bool = True) -> Any:
+    """What a saved dataset's file says under a key."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return found[key] if needed else found.get(key)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise DataError(f"{file}: is not what save_to_disk writes: {type(e).__name__}: {_reason(e)}") from e
 
 
 @contextmanager
@@ -128,19 +147,27 @@ def opened(path: str) -> Iterator[Any]:
                 yield io.BufferedReader(_Zst(zstandard, file))
             else:
                 yield file
-    except (OSError, EOFError, zlib.error) as e:
-        reason = e.strerror if isinstance(e, OSError) and e.strerror else " ".join(str(e).split())
-        raise DataError(f"{path}: cannot be read: {reason or type(e).__name__}") from e
+    except DataError:
+        raise
+    except Exception as e:
+        # Libraries of object stores raise exceptions of their own.
+        if "://" not in path and not isinstance(e, (OSError, EOFError, zlib.error)):
+            raise
+        raise DataError(f"{path}: cannot be read: {_reason(e)}") from e
 
 
 class _Zst(io.RawIOBase):
-    """A zstd stream as a file; unlike the library's own reader it tells a file that was cut short."""
+    """A zstd stream as a file, of any window (`zstd --long=31`); unlike the library's own reader it tells a file that
+    was cut short."""
 
     def __init__(self, module: Any, file: Any) -> None:
         self.file, self.module = file, module
-        self.unpack = module.ZstdDecompressor().decompressobj()
+        self.unpack = self._frame()
         self.left = b""
         self.begun = False
+
+    def _frame(self) -> Any:
+        return self.module.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
 
     def readable(self) -> bool:
         return True
@@ -149,7 +176,7 @@ class _Zst(io.RawIOBase):
         while not self.left:
             data = self.unpack.unused_data if self.unpack.eof else b""
             if self.unpack.eof:  # several frames may follow each other
-                self.unpack, self.begun = self.module.ZstdDecompressor().decompressobj(), False
+                self.unpack, self.begun = self._frame(), False
             data = data or self.file.read(1 << 16)
             if not data:
                 if self.begun:
@@ -186,13 +213,17 @@ def _jsonl(path: str, key: str, faults: Faults) -> Iterator[tuple[str, Any]]:
             where = f"{path}:{number}"
             try:
                 record = json.loads(line)
-            except ValueError as e:
-                utf8 = isinstance(e, UnicodeDecodeError)
-                fault(faults, "not UTF-8" if utf8 else "not JSON", f"{where}: not JSON ({e}); {example}", e)
+            except (ValueError, RecursionError) as e:  # nested a thousand times, as no document is
+                what = "not UTF-8" if isinstance(e, UnicodeDecodeError) else "not JSON"
+                fault(faults, what, f"{where}: {what} ({e}); {example}", e)
                 continue
             value = record.get(key) if isinstance(record, dict) else None
             if isinstance(value, (str, list)):
                 yield where, value
+            elif isinstance(record, dict) and key not in record:
+                has = ", ".join(map(repr, list(record)[:8])) or "none"
+                message = f"{where}: has no key {key!r}; its keys are {has} (data.field chooses one)"
+                fault(faults, f"no {key!r}", message)
             else:
                 fault(faults, f"no {key!r}", f'{where}: no string under the key "{key}"; {example}')
 
@@ -218,10 +249,11 @@ def _columns(kind: str, path: str, key: str, faults: Faults) -> Iterator[tuple[s
                     except UnicodeDecodeError as e:
                         fault(faults, "not UTF-8", f"{path}: row {row}: not UTF-8 ({e})", e)
                         continue
-                    if isinstance(text, (str, list)):
+                    if isinstance(text, (str, bytes, list)):
                         yield f"{path}: row {row}", text
                     else:
-                        fault(faults, f"no {key!r}", f"{path}: row {row}: column {key!r} holds {type(text).__name__}")
+                        holds = "is null" if text is None else f"holds {type(text).__name__}"
+                        fault(faults, f"no {key!r}", f"{path}: row {row}: column {key!r} {holds}, not a text")
         except pyarrow.ArrowException as e:
             raise DataError(f"{path}: is no {kind} file, or damaged: {' '.join(str(e).split())[:200]}") from e
 

@@ -9,10 +9,14 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from dataclasses import field as default
 from pathlib import Path
@@ -31,6 +35,7 @@ from .tokens import write_index
 _BATCH = 1 << 20  # bytes of text that a worker is given at a time
 _DOCUMENTS = 1024  # and at most so many documents
 _EVERY = 64  # batches between two entries of the journal
+LONGEST = 2**31 - 1  # tokens of a document, as an .idx can say
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,8 @@ def options(paths: Sequence[str], values: Mapping[str, object], hold_out: float,
             raise DataError(f"{key}: {values[key]!r} must be one of {', '.join(w for w in words if w)}")
     if not 0 <= hold_out < 1:
         raise DataError(f"--hold-out: {hold_out} must be a fraction from 0 to below 1")
+    if wikitext and values.get("chat"):
+        raise DataError("--wikitext: is for texts, not for chat=true")
     return Options(tuple(paths), **values, hold_out=hold_out, wikitext=wikitext)  # type: ignore[arg-type]
 
 
@@ -90,22 +97,33 @@ class Place:
 def pack(out: str, options: Options, workers: int, say: Callable[[str], None]) -> list[Manifest]:
     """Write OUT.bin, OUT.idx and OUT.json (OUT.learn too for chats, and OUT-valid.* with `hold_out`), and say how fast.
     Raises DataError."""
+    try:
+        return _pack(out, options, workers, say)
+    except OSError as e:
+        raise DataError(f"{e.filename or out}: {e.strerror or e}; the same command goes on where it stopped") from e
+    except BrokenProcessPool as e:
+        raise DataError(
+            "a worker was killed, often for want of memory; the same command goes on, with fewer --workers"
+        ) from e
+
+
+def _pack(out: str, options: Options, workers: int, say: Callable[[str], None]) -> list[Manifest]:
     used = tokenizer.load(options.tokenizer)
     bos, eos = (tokenizer.token(used, asked, what) for asked, what in ((options.bos, "bos"), (options.eos, "eos")))
     files = documents.files(options.paths, options.source or "text")
     names = [out, f"{out}-valid"] if options.hold_out else [out]
-    for name in names:
-        if Path(f"{name}.json").exists():
-            raise DataError(f"{name}.json: is there already; remove it, or choose another OUT")
-    Path(out).absolute().parent.mkdir(parents=True, exist_ok=True)
     journal = Path(f"{out}.part.json")
-    start, left_out, states = _resume(journal, _identity(options, files, used), len(names), say)
+    for path in (Path(name + suffix) for name in names for suffix in (".json", ".bin", ".idx", ".learn")):
+        if path.exists() and not journal.exists():
+            raise DataError(f"{path}: is there already; remove it, or choose another OUT")
+    Path(out).absolute().parent.mkdir(parents=True, exist_ok=True)
+    identity = _identity(options, files, used)
+    start, left_out, states = _resume(journal, identity, len(names), say)
     dtype = np.dtype(manifest.dtype_for(used.size))
-    sinks = [_Sink(name, dtype, options.chat, state) for name, state in zip(names, states, strict=True)]
     reading = Faults(options.bad == "skip", Counter(start.left_out))
     work = _Work(options, bos, eos, dtype.str)
     began = told = time.perf_counter()
-    before = sum(s.counts["bytes"] for s in sinks)
+    before = sum(state.get("bytes", 0) for state in states)
 
     def progress() -> str:
         size, seconds = sum(s.counts["bytes"] for s in sinks), max(1e-9, time.perf_counter() - began)
@@ -113,21 +131,23 @@ def pack(out: str, options: Options, workers: int, say: Callable[[str], None]) -
         rate = (size - before) / seconds / 1e6
         return f"{n:,} documents, {t:,} tokens, {size / 1e6:,.1f} MB of text; {rate:.1f} MB/s, {workers} workers"
 
-    try:
+    with ExitStack() as files_open:
+        sinks = [_Sink(n, dtype, options.chat, state, files_open) for n, state in zip(names, states, strict=True)]
         for number, (place, done) in enumerate(_tokenised(files, start, reading, work, workers), 1):
             for side, sink in enumerate(sinks):
                 sink.write(done, side)
             left_out += done.left_out
             if number % _EVERY == 0:
-                _note(journal, _identity(options, files, used), place, left_out, sinks)
+                _note(journal, identity, place, left_out, sinks)
             if time.perf_counter() - told > 2:
                 told = time.perf_counter()
                 say(f"file {place.file + 1} of {len(files)}: {progress()}")
-    finally:
-        for sink in sinks:
-            sink.close()
-    made = [sink.finish(used, bos, eos, options.chat, left_out + reading.counts) for sink in sinks]
+        end = Place(len(files), 0, Counter(reading.counts))
+        _note(journal, identity, end, left_out, sinks)  # whoever is stopped while it finishes has only that to do again
+        made = [sink.finish(used, bos, eos, options.chat, left_out + reading.counts) for sink in sinks]
     journal.unlink(missing_ok=True)
+    for name in names:
+        Path(f"{name}.sizes.part").unlink(missing_ok=True)
     say(progress())
     return made
 
@@ -175,13 +195,16 @@ def _tokenised(
     waiting: deque[tuple[Place, Future[Packed]]] = deque()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _begin, (work,)) as pool:
-        for place, batch in batches:
-            waiting.append((place, pool.submit(_do, batch)))
-            if len(waiting) > 3 * workers:
-                place, done = waiting.popleft()
+        try:
+            for place, batch in batches:
+                waiting.append((place, pool.submit(_do, batch)))
+                if len(waiting) > 3 * workers:
+                    place, done = waiting.popleft()
+                    yield place, done.result()
+            for place, done in waiting:
                 yield place, done.result()
-        for place, done in waiting:
-            yield place, done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 _mine: list[tuple[Tokenizer, _Work]] = []  # of a worker: a tokenizer cannot be sent to it
@@ -189,7 +212,16 @@ _mine: list[tuple[Tokenizer, _Work]] = []  # of a worker: a tokenizer cannot be 
 
 def _begin(work: _Work) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that writes; it ends these
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _mine[:] = [(tokenizer.load(work.options.tokenizer), work)]
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()  # where it was killed nobody would ever tell this process to end
+    os._exit(1)
 
 
 def _do(batch: list[tuple[str, Any]]) -> Packed:
@@ -200,18 +232,21 @@ def _tokenise(used: Tokenizer, work: _Work, batch: list[tuple[str, Any]]) -> Pac
     options, faults = work.options, Faults(work.options.bad == "skip")
     sides: tuple[list[encode.Encoded], list[encode.Encoded]] = ([], [])
     words = [0, 0]
+    before: dict[str, int] = {}
     if options.wikitext:
-        counted = [original(_text(value)) for _, value in batch]
-        batch = [(where, natural(_text(value))) for where, value in batch]
-        words[0] = sum(counted)
+        batch, before = _natural(batch, faults)
     for d in encode.encode(batch, used, work.bos, work.eos, options.chat, faults):
         held = d.share < options.hold_out
         sides[held].append(d)
-        words[held] += 0 if options.wikitext else d.words
+        words[held] += before.get(d.where, d.words)
     limit = np.iinfo(work.dtype).max
     for d in (*sides[0], *sides[1]):
         if d.ids.size and int(d.ids.max()) > limit:
             raise DataError(f"{d.where}: id {int(d.ids.max())} does not fit {np.dtype(work.dtype)}")
+        if d.ids.size > LONGEST:
+            raise DataError(
+                f"{d.where}: a document of {d.ids.size:,} tokens; the format holds up to {LONGEST:,}: divide it"
+            )
     ids, sizes, learn = [], [], []
     for side in sides:
         ids.append(np.concatenate([np.zeros(0, np.int64), *(d.ids for d in side)]).astype(work.dtype))
@@ -229,8 +264,21 @@ def _tokenise(used: Tokenizer, work: _Work, batch: list[tuple[str, Any]]) -> Pac
     )
 
 
-def _text(value: str | bytes) -> str:
-    return value.decode("utf-8") if isinstance(value, bytes) else value
+def _natural(batch: list[tuple[str, Any]], faults: Faults) -> tuple[list[tuple[str, Any]], dict[str, int]]:
+    """WikiText's documents as English, and the words that each had before, by its place."""
+    texts: list[tuple[str, Any]] = []
+    words = {}
+    for where, value in batch:
+        try:
+            text = value.decode("utf-8") if isinstance(value, bytes) else value
+        except UnicodeDecodeError as e:
+            documents.fault(faults, "not UTF-8", f"{where}: not UTF-8 ({e})", e)
+            continue
+        if isinstance(text, str):
+            words[where] = original(text)
+            text = natural(text)
+        texts.append((where, text))
+    return texts, words
 
 
 # ------------------------------------------------------------------------------------------------ writing
@@ -239,19 +287,29 @@ def _text(value: str | bytes) -> str:
 class _Sink:
     """OUT.bin and what else grows with it, as OUT.*.part until all is there."""
 
-    def __init__(self, prefix: str, dtype: np.dtype[Any], chat: bool, state: Mapping[str, int]) -> None:
+    def __init__(
+        self, prefix: str, dtype: np.dtype[Any], chat: bool, state: Mapping[str, int], files_open: ExitStack
+    ) -> None:
         self.prefix, self.dtype = prefix, dtype
         self.counts = Counter(state)
         self.files: dict[str, BinaryIO] = {}
         n, docs = self.counts["tokens"], self.counts["documents"]
         lengths = {".bin": n * dtype.itemsize, ".sizes": docs * 4} | ({".learn": n} if chat else {})
         for suffix, length in lengths.items():
-            path = Path(f"{prefix}{suffix}.part")
+            path, whole = Path(f"{prefix}{suffix}.part"), Path(prefix + suffix)
+            if state and whole.exists() and not path.exists():
+                os.replace(whole, path)  # the first try was stopped while it finished
             path.touch()
-            file = open(path, "r+b")  # noqa: SIM115 - `close` closes it
+            file = self.files[suffix] = files_open.enter_context(path.open("r+b"))
+            _lock(file, path)
+            if (size := path.stat().st_size) < length:
+                raise DataError(
+                    f"{path}: has {size:,} bytes, but the journal beside it says {length:,}; "
+                    f"remove {prefix}*.part* to begin anew"
+                )
             file.truncate(length)  # what was written after the journal's last entry is done again
             file.seek(length)
-            self.files[suffix] = file
+        Path(f"{prefix}.json").unlink(missing_ok=True)
 
     def write(self, done: Packed, side: int) -> None:
         ids, sizes, learn = done.ids[side], done.sizes[side], done.learn[side]
@@ -267,17 +325,12 @@ class _Sink:
             file.flush()
             os.fsync(file.fileno())
 
-    def close(self) -> None:
-        for file in self.files.values():
-            file.close()
-
     def finish(
         self, used: Tokenizer, bos: int | None, eos: int | None, chat: bool, left_out: Mapping[str, int]
     ) -> Manifest:
         counted = Path(f"{self.prefix}.sizes.part")
         sizes = np.memmap(counted, np.int32, "r") if counted.stat().st_size else np.zeros(0, np.int32)
         write_index(Path(f"{self.prefix}.idx"), self.dtype, sizes)
-        counted.unlink()
         kept = [suffix for suffix in self.files if suffix != ".sizes"]
         for suffix in kept:
             os.replace(f"{self.prefix}{suffix}.part", self.prefix + suffix)
@@ -301,14 +354,27 @@ class _Sink:
         return made
 
 
+def _lock(file: BinaryIO, path: Path) -> None:
+    """Raises DataError where another process is writing the file (as where every task of srun packs the same)."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as e:
+        raise DataError(f"{path}: another process is packing into it") from e
+
+
 # ------------------------------------------------------------------------------------------------ the journal
 
 
 def _identity(options: Options, files: Sequence[str], used: Tokenizer) -> dict[str, Any]:
     """What has to be the same for a second try to go on with the first one's files."""
-    sizes = [os.path.getsize(f) if "://" not in f else -1 for f in files]
+    found = [(f, os.stat(f) if "://" not in f else None) for f in files]
     asked = json.loads(json.dumps(asdict(options)))
-    return {"options": asked, "tokenizer": used.hash, "files": [[f, n] for f, n in zip(files, sizes, strict=True)]}
+    about = [[f, stat.st_size, stat.st_mtime_ns] if stat else [f] for f, stat in found]
+    return {"options": asked, "tokenizer": used.hash, "files": about}
 
 
 def _note(path: Path, identity: dict[str, Any], place: Place, left_out: Counter[str], sinks: Sequence[_Sink]) -> None:
@@ -326,9 +392,12 @@ def _resume(
     """Where to go on: the journal's last entry, or the beginning."""
     if not path.exists():
         return Place(), Counter(), [{}] * outputs
-    values = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise DataError(f"{path}: is no journal of a packing ({e}); remove it to begin anew") from e
     if values["of"] != identity:
-        raise DataError(f"{path}: is of another command or input; finish that one, or remove it")
+        raise DataError(f"{path}: is of another command, or its input has changed; finish that one, or remove it")
     place = Place(values["place"]["file"], values["place"]["record"], Counter(values["place"]["left_out"]))
     say(f"goes on after document {place.record:,} of file {place.file + 1}")
     return place, Counter(values["left_out"]), values["counts"]

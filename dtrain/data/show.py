@@ -24,9 +24,9 @@ def show(cfg: DataConfig, samples: int, whole: bool = False) -> Iterator[str]:
     source = open_source(cfg)
     used = tokenizer.load(cfg.tokenizer)
     yield f"tokenizer {used.name}: {used.size:,} ids; model.vocab {cfg.vocab:,}"
-    for kind, parts in (("train", source.parts), ("held out", source.apart)):
-        for part in parts:
-            yield from _part(source, part, kind)
+    for kind, part in _parts(source):
+        yield from _counts(source, part, kind)
+        yield from histogram(_lengths(part))
     for part, quota, times in zip(source.parts, source.quotas, passes(source, cfg.steps * cfg.batch), strict=True):
         share = f"{quota / sum(source.quotas):.1%} of the samples, " if len(source.parts) > 1 else ""
         often = "read as the run goes on" if part.texts else f"read {times:.3g} times in {cfg.steps:,} steps"
@@ -48,7 +48,17 @@ def show(cfg: DataConfig, samples: int, whole: bool = False) -> Iterator[str]:
     yield from reader.notes()
 
 
-def _part(source: Source, part: Part, kind: str) -> Iterator[str]:
+def counts(source: Source) -> Iterator[str]:
+    """What there is of each corpus, and what of it no sequence has."""
+    for kind, part in _parts(source):
+        yield from _counts(source, part, kind)
+
+
+def _parts(source: Source) -> list[tuple[str, Part]]:
+    return [*(("train", p) for p in source.parts), *(("held out", p) for p in source.apart)]
+
+
+def _counts(source: Source, part: Part, kind: str) -> Iterator[str]:
     if part.texts is not None:
         size = sum(part.texts.sizes)
         many = "" if min(part.texts.sizes) < 0 else f", {size / 1e6:,.1f} MB"
@@ -69,12 +79,12 @@ def _part(source: Source, part: Part, kind: str) -> Iterator[str]:
             f"  {source.cfg.packing}: {d['pieces']:,} pieces in {d['sequences']:,} sequences, {d['filled']:.1%} "
             f"of their places filled; {d['short']:,} documents too short to learn from"
         )
-    yield from histogram(_lengths(part))
 
 
 def _lengths(part: Part) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    assert part.stream is not None
     found = [np.zeros(0, np.int64)]
+    if part.stream is None:
+        return found[0]
     for shard in part.stream.shards:
         if shard.starts is None and part.stream.eos is None:
             continue

@@ -25,7 +25,8 @@ from .order import passes, quotas
 from .tokenizer import Tokenizer
 from .tokens import Shard, Stream
 
-SOURCES = ("stdlib", "synthetic", *documents.KINDS, "megatron", "tokens")
+TOKENS = ("megatron", "tokens")
+SOURCES = ("stdlib", "synthetic", *documents.KINDS, *TOKENS)
 HASHED = 32 << 20  # arrays over twice this are hashed by their first and last HASHED bytes
 
 
@@ -55,8 +56,10 @@ def open_source(cfg: DataConfig) -> Source:
     if cfg.valid_paths:
         kind = given[0].source if given[0].source not in ("stdlib", "synthetic") else "text"
         whole = replace(cfg, split="blocks", validation=0.0)
-        part, _ = _open(whole, replace(given[0], source=kind, paths=cfg.valid_paths, stream=False), mine, faults, notes)
-        apart = [part]
+        held_out = replace(given[0], source=kind, paths=cfg.valid_paths, stream=False)
+        apart = [_open(whole, held_out, mine, faults, notes)[0]]
+        both = {os.path.realpath(p) for f in given for p in _files(f)}
+        notes += [f"data: {p} is held out, and trained on too" for p in _files(held_out) if os.path.realpath(p) in both]
     apart = [all_held_out(cfg, part) for part in apart]
     continues = None
     if cfg.objective == "masked" and cfg.masking.unit == "word":
@@ -96,6 +99,9 @@ def _check(cfg: DataConfig) -> None:
     if masked and (cfg.document_mask or cfg.packing == "best-fit"):
         what = "data.document_mask" if cfg.document_mask else "data.packing: best-fit"
         raise DataError(f"{what}: is for causal models; a masked one reads a document a sequence with packing: none")
+    if len(cfg.mix) > len(set(twice := [(f.source, f.paths, f.field) for f in cfg.mix])):
+        again = next(f for f, key in zip(cfg.mix, twice, strict=True) if twice.count(key) > 1)
+        raise DataError(f"data.mix: {name_of(again)} is listed twice; list it once, with the weight of both")
     if cfg.chat and masked:
         raise DataError("data.chat: is for causal models")
     if cfg.stride and (masked or cfg.stride > cfg.seq):
@@ -111,20 +117,26 @@ def _special(cfg: DataConfig, mine: Tokenizer, given: Sequence[From]) -> Special
         raise DataError(f"model.vocab: {cfg.vocab} leaves no ordinary ids beside {', '.join(tokenizer.BERT)}")
     if cfg.tokenizer == "bytes":
         return Special(first, first + 1, first + 2, first + 3, first)
-    tokenizer.check_vocab(mine, cfg.vocab, cfg.objective)
+    _check_vocab(cfg, given[0], mine)
     pad, cls, sep, mask = (mine.special[name] for name in tokenizer.BERT)
     return Special(pad, cls, sep, mask, mine.size)
 
 
+def name_of(f: From) -> str:
+    """How messages call a source."""
+    more = f" and {len(f.paths) - 3} more" if len(f.paths) > 3 else ""
+    return f"{f.source} ({', '.join(f.paths[:3])}{more})" if f.paths else f.source
+
+
 def _open(cfg: DataConfig, f: From, mine: Tokenizer, faults: Faults, notes: list[str]) -> tuple[Part, Part | None]:
     """A corpus, and what is held out of it by document."""
-    name = f"{f.source} ({', '.join(f.paths)})" if f.paths else f.source
+    name = name_of(f)
     if f.source == "synthetic":
         digest = hashlib.sha256(f"synthetic {_special(cfg, mine, [f]).ordinary}".encode()).hexdigest()
         return cut(cfg, name, None, digest, 0), None
     if f.stream:
         return _streamed(cfg, f, mine, name), None
-    if f.source in ("megatron", "tokens"):
+    if f.source in TOKENS:
         shards = [_token_shard(cfg, f, path, mine, notes) for path in _prefixes(f)]
         eos = cfg.eos if type(cfg.eos) is int else _eos_of(shards)
         made = tokens.stream([s for s, _ in shards], eos=eos)
@@ -132,25 +144,17 @@ def _open(cfg: DataConfig, f: From, mine: Tokenizer, faults: Faults, notes: list
             sequences_need_documents(made)
         known = sum(m.words for _, m in shards if m is not None)
         return cut(cfg, name, made, _sampled_hash(made), known), None
-    if mine.name == "bytes":
-        made, held, words = texts.byte_streams(cfg, f, mine, faults)
-        texts.check_bytes(cfg, made)
-    else:
-        tokenizer.check_vocab(mine, cfg.vocab, cfg.objective)
-        made, held, words = texts.tokenised(cfg, f, mine, faults)
+    _check_vocab(cfg, f, mine)
+    of_it = texts.byte_streams if mine.name == "bytes" else texts.tokenised
+    made, held, words = of_it(cfg, f, mine, faults)
     part = cut(cfg, name, made, _hash(made), words[0])
     return part, (cut(cfg, name, held, _hash(held), words[1]) if held is not None else None)
 
 
 def _streamed(cfg: DataConfig, f: From, mine: Tokenizer, name: str) -> Part:
     """Texts that are read as the run goes on. Their names, sizes and beginnings tell whether they are the same."""
-    if mine.name == "bytes":
-        texts.check_bytes(cfg, None)
-    else:
-        tokenizer.check_vocab(mine, cfg.vocab, cfg.objective)
-    bos, eos = (
-        tokenizer.token(mine, asked, what) for asked, what in ((cfg.bos, "bos"), (texts.by_name(cfg.eos), "eos"))
-    )
+    _check_vocab(cfg, f, mine)
+    bos, eos = texts.marks(cfg, mine)
     files = documents.files(f.paths, f.source)
     sizes = [documents.size(path) for path in files]
     h = hashlib.sha256(f"stream {f.source} {mine.hash}".encode())
@@ -160,9 +164,28 @@ def _streamed(cfg: DataConfig, f: From, mine: Tokenizer, name: str) -> Part:
             with open(path, "rb") as file:
                 h.update(file.read(1 << 12))
     key = f.field or ("messages" if cfg.chat else "text")
-    next(iter(documents.records(f.source, files[0], key, Faults(cfg.bad == "skip"))), None)  # what is wrong is told now
+    if f.source == "text":  # a file is a document
+        with documents.opened(files[0]) as file:
+            file.read(1)
+    else:
+        # What is wrong with its first document is told now.
+        next(iter(documents.records(f.source, files[0], key, Faults(cfg.bad == "skip"))), None)
     read = Texts(replace(f, field=key), tuple(files), tuple(sizes), mine, bos, eos)
     return Part(name, None, None, 0, 0, 1, 0, 0, h.hexdigest(), texts=read)
+
+
+def _check_vocab(cfg: DataConfig, f: From, mine: Tokenizer) -> None:
+    """Whether the model has an id for every token of a tokenizer. Raises DataError."""
+
+    def highest() -> str:
+        if f.source == "synthetic":
+            return "the data are drawn from all of them"
+        if f.source in TOKENS:
+            found = [tokens.look(_opened(f, path), 1 << 62) for path in _prefixes(f)]
+            return f"the highest id that was found in the data is {max(found, default=0)}"
+        return texts.highest(cfg, f, mine)
+
+    tokenizer.check_vocab(mine, cfg.vocab, cfg.objective, highest)
 
 
 def sequences_need_documents(made: Stream) -> None:
@@ -207,10 +230,9 @@ def _check_size(source: Source, given: Sequence[From]) -> None:
         if part.train == 0 and len(source.parts) > 1 and not part.texts:
             raise DataError(f"data.mix: {part.name} has no sequence of data.seq {cfg.seq} to train on; leave it out")
     if source.train < cfg.batch and not source.streams:
-        where = f" ({', '.join(cfg.paths)})" if cfg.paths else ""
         raise DataError(
             f"data.batch: {cfg.batch} sequences a step, but the {source.tokens:,} tokens of "
-            f"source {cfg.source!r}{where} make only {source.train:,} training sequences of "
+            f"{' and '.join(p.name for p in source.parts)} make only {source.train:,} training sequences of "
             f"data.seq {cfg.seq} (and {source.valid:,} held out); add data, or lower data.batch or data.seq"
         )
     for f, part, times in zip(given, source.parts, passes(source, cfg.steps * cfg.batch), strict=True):
@@ -243,7 +265,7 @@ def _token_shard(
     about = manifest.read(path) if f.source == "megatron" else None
     if about is not None:
         manifest.check(path, about)
-    shard = tokens.open_megatron(path) if f.source == "megatron" else tokens.open_array(path, f.dtype)
+    shard = _opened(f, path)
     if about is not None:
         if about.highest >= cfg.vocab:
             raise DataError(
@@ -255,9 +277,18 @@ def _token_shard(
                 f"data.tokenizer: {cfg.tokenizer!r} is not the one that {path} was packed with ({about.tokenizer})"
             )
     elif cfg.tokenizer != "bytes":
-        tokenizer.check_vocab(mine, cfg.vocab, cfg.objective)
+        _check_vocab(cfg, f, mine)
     tokens.look(shard, cfg.vocab)
     return shard, about
+
+
+def _files(f: From) -> list[str]:
+    """The files of a source."""
+    return [] if not f.paths else _prefixes(f) if f.source in TOKENS else documents.files(f.paths, f.source)
+
+
+def _opened(f: From, path: str) -> Shard:
+    return tokens.open_megatron(path) if f.source == "megatron" else tokens.open_array(path, f.dtype)
 
 
 def _eos_of(shards: Sequence[tuple[Shard, manifest.Manifest | None]]) -> int | None:

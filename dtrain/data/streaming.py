@@ -59,6 +59,7 @@ class Reader:
         self.source, self.rows, self.next = source, rows, step
         given = [Cursor(**c) if c else Cursor() for c in cursors or [None] * len(source.parts)]
         self.now = {k: c for k, (c, part) in enumerate(zip(given, source.parts, strict=True)) if part.texts}
+        self.left_out = {k: c.left_out for k, c in self.now.items()}
         self.after: dict[int, dict[int, Cursor]] = {step - 1: dict(self.now)}
         self.streams = {k: _sequences(source, k, cursor) for k, cursor in self.now.items()}
 
@@ -74,7 +75,7 @@ class Reader:
             k, _ = turn(self.source, step * size + row)
             get: Callable[[], Read] = partial(read, self.source, step * size + row, "train")
             if k in self.streams:
-                get, self.now[k] = next(self.streams[k])
+                get, self.now[k], self.left_out[k] = next(self.streams[k])
             if row in wanted:
                 found[row] = get()
         self.next = step + 1
@@ -91,28 +92,28 @@ class Reader:
 
     def notes(self) -> list[str]:
         """Lines on documents that were left out so far."""
-        total = sum((Counter(c.left_out) for c in self.now.values()), Counter[str]())
+        total = sum(map(Counter, self.left_out.values()), Counter[str]())
         return [f"{n:,} documents of what was read left out: {why}" for why, n in sorted(total.items())]
 
 
-def _sequences(source: Source, k: int, start: Cursor) -> Iterator[tuple[Callable[[], Read], Cursor]]:
-    """The sequences of a stream from a cursor on, without end, each with the cursor after it. The next window is read
-    on a thread of its own."""
+def _sequences(source: Source, k: int, start: Cursor) -> Iterator[tuple[Callable[[], Read], Cursor, Mapping[str, int]]]:
+    """The sequences of a stream from a cursor on, without end, each with the cursor after it and what was left out of
+    all that its window was made of. The next window is read on a thread of its own."""
     coming = _windows(source, k, start)
     ahead = Ahead(lambda _: next(coming), sys.maxsize)
     taken = start.taken
     for i in itertools.count():
-        begin, part = ahead.get(i)
+        begin, part, left_out = ahead.get(i)
         order = rng.fold_int(order_of(source, "train", k), begin.window)
         for n in range(taken, part.train):
             number = permute(n, part.train, order) if source.cfg.shuffle else n
-            yield partial(sequence, source, part, number), replace(begin, taken=n + 1)
+            yield partial(sequence, source, part, number), replace(begin, taken=n + 1), left_out
         taken = 0
 
 
-def _windows(source: Source, k: int, start: Cursor) -> Iterator[tuple[Cursor, Part]]:
-    """A stream in windows, each a corpus of its own, and where it begins. Where documents are cut, the next window
-    begins with what is left of the last one."""
+def _windows(source: Source, k: int, start: Cursor) -> Iterator[tuple[Cursor, Part, Mapping[str, int]]]:
+    """A stream in windows, each a corpus of its own, where it begins, and what was left out up to its end. Where
+    documents are cut, the next window begins with what is left of the last one."""
     cfg = replace(source.cfg, validation=0.0)
     given = source.parts[k].texts
     assert given is not None
@@ -121,9 +122,9 @@ def _windows(source: Source, k: int, start: Cursor) -> Iterator[tuple[Cursor, Pa
     begin = replace(start, taken=0)
     needed = (cfg.shuffle or UNSHUFFLED) * stride(cfg) + length(cfg) - stride(cfg)
     while True:
-        while sum(d.ids.size for _, found in held for d in found) - begin.token < needed:
+        while sum(d.ids.size for _, found, _ in held for d in found) - begin.token < needed:
             held.append(next(chunks))
-        whole = texts.flat(source.parts[k].name, [d for _, found in held for d in found], _dtype(given), 0)
+        whole = texts.flat(source.parts[k].name, [d for _, found, _ in held for d in found], _dtype(given), 0)
         first, last = begin.token, whole.tokens.size
         if cfg.packing == "concat":
             last = first + needed
@@ -133,7 +134,7 @@ def _windows(source: Source, k: int, start: Cursor) -> Iterator[tuple[Cursor, Pa
         part = cut(cfg, whole.name, tokens.stream([shard]), "", 0)
         if not part.train:
             raise DataError(f"data.path: the documents of {whole.name} are too short to learn from")
-        yield begin, part
+        yield begin, part, held[-1][2]
         end = first + part.train * stride(cfg) if cfg.packing == "concat" else last
         while held and end >= (size := sum(d.ids.size for d in held[0][1])):
             end -= size
@@ -146,8 +147,11 @@ def _dtype(given: Texts) -> str:
     return manifest.dtype_for(given.tokenizer.size)
 
 
-def _chunks(source: Source, k: int, given: Texts, start: Cursor) -> Iterator[tuple[Cursor, list[Encoded]]]:
-    """The documents of a stream from a cursor's on, CHUNK at a time, and where each chunk begins."""
+def _chunks(
+    source: Source, k: int, given: Texts, start: Cursor
+) -> Iterator[tuple[Cursor, list[Encoded], Mapping[str, int]]]:
+    """The documents of a stream from a cursor's on, CHUNK at a time, where each chunk begins, and what was left out up
+    to its end."""
     cfg, f = source.cfg, given.given
     order = rng.fold_int(order_of(source, "train", k), rng.site_number("data/files"))
     faults = Faults(cfg.bad == "skip")
@@ -172,6 +176,6 @@ def _chunks(source: Source, k: int, given: Texts, start: Cursor) -> Iterator[tup
                     break
                 mine = list(encode.encode(some, given.tokenizer, given.bos, given.eos, cfg.chat, faults))
                 record, seen = record + len(some), seen + len(mine)
-                yield begin, mine
+                yield begin, mine, dict(faults.counts)
         if whole and not seen:
             raise DataError(f"data.path: none of the documents of {source.parts[k].name} can be used")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from .tokenizer import Tokenizer
 from .tokens import Shard, Stream
 
 IN_MEMORY = 256 << 20  # bytes of text that are tokenised when a run starts; more has to be packed first
+_SAMPLE = 1 << 20  # bytes of text that a refusal looks at
 
 
 def _by_share(cfg: DataConfig, share: float) -> bool:
@@ -28,14 +30,37 @@ def _records(cfg: DataConfig, f: From, faults: Faults) -> Iterable[tuple[str, It
         return
     key = f.field or ("messages" if cfg.chat else "text")
     for path in documents.files(f.paths, f.source):
+        if f.source == "text" and not f.stream:  # a document, read at once
+            _bounded(cfg, f, documents.size(path))
         yield path, documents.records(f.source, path, key, faults)
+
+
+def marks(cfg: DataConfig, mine: Tokenizer) -> tuple[int | None, int | None]:
+    """What begins and what ends each document."""
+    return tokenizer.token(mine, cfg.bos, "bos"), tokenizer.token(mine, by_name(cfg.eos), "eos")
+
+
+def highest(cfg: DataConfig, f: From, mine: Tokenizer) -> str:
+    """What is said of the ids that the data really have, where the model's vocabulary is too small: of all of them, or
+    of the first megabyte."""
+    bos, eos = (None, None) if mine.name == "bytes" else marks(cfg, mine)
+    faults, most, size = Faults(skip=True), 0, 0
+    for path, found in _records(cfg, replace(f, stream=True), faults):
+        if f.source == "text":
+            with documents.opened(path) as file:
+                found = [(path, file.read(_SAMPLE).decode("utf-8", "ignore"))]
+        for d in encode.encode(found, mine, bos, eos, cfg.chat, faults):
+            most, size = max(most, int(d.ids.max(initial=0))), size + d.size
+            if size >= _SAMPLE:
+                return f"the highest id in the first {size / 1e6:.1f} MB of the data is {most}"
+    return f"the highest id in the data is {most}"
 
 
 def byte_streams(
     cfg: DataConfig, f: From, mine: Tokenizer, faults: Faults
 ) -> tuple[Stream, Stream | None, tuple[int, int]]:
     """Bytes as tokens, with a 0 between documents unless `data.eos` is false; plain files are mapped."""
-    gap = 0 if cfg.eos is False else 1
+    gap = 0 if marks(cfg, mine)[1] is None else 1
     shards: tuple[list[Shard], list[Shard]] = ([], [])
     words, size = [0, 0], 0
     whole = cfg.split == "blocks" or bool(cfg.valid_paths)
@@ -44,6 +69,7 @@ def byte_streams(
             if "://" in path or path.endswith((".gz", ".zst")):
                 ((_, content),) = documents.records("text", path, "", faults)
                 array: Any = np.frombuffer(content, np.uint8)
+                size = _bounded(cfg, f, size + array.size)
             else:
                 array = _map(path)
             faults.counts["empty"] += not array.size
@@ -73,7 +99,7 @@ def tokenised(
     cfg: DataConfig, f: From, mine: Tokenizer, faults: Faults
 ) -> tuple[Stream, Stream | None, tuple[int, int]]:
     """Texts tokenised now, into memory."""
-    bos, eos = (tokenizer.token(mine, asked, what) for asked, what in ((cfg.bos, "bos"), (by_name(cfg.eos), "eos")))
+    bos, eos = marks(cfg, mine)
     sides: tuple[list[encode.Encoded], list[encode.Encoded]] = ([], [])
     size = 0
     for _, found in _records(cfg, f, faults):
@@ -115,19 +141,3 @@ def flat(name: str, found: Sequence[encode.Encoded], dtype: str, gap: int) -> Sh
         if learn is not None and d.learn is not None:
             learn[at : at + d.ids.size] = d.learn
     return Shard(name, out, starts, learn=learn)
-
-
-def check_bytes(cfg: DataConfig, made: Stream | None) -> None:
-    """Whether the model's table has an id for every byte (and for the marks of a masked model). Raises DataError."""
-    # Ids outside the model's table would be silent zeros or a device assert far from the cause.
-    masked = cfg.objective == "masked"
-    needed = 256 + (len(tokenizer.BERT) if masked else 0)
-    if cfg.vocab < needed:
-        highest = max((int(s.tokens.max()) for s in made.shards), default=0) if made else None
-        extra = (f" and {', '.join(tokenizer.BERT)}" if masked else "") + (
-            f"; the highest id in the data is {highest}" if highest is not None else ""
-        )
-        raise DataError(
-            f"model.vocab: {cfg.vocab} is smaller than the {needed} ids of the byte tokeniser "
-            f"(256 bytes{extra}); set at least {needed}"
-        )

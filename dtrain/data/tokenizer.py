@@ -77,14 +77,20 @@ def load(name: str) -> Tokenizer:
     return _tiktoken(path, content) if _is_tiktoken(content) else _sentencepiece(path, content)
 
 
-def check_vocab(tokenizer: Tokenizer, vocab: int, objective: str) -> None:
-    """Ids outside the model's table would be silent zeros or a device assert far from the cause."""
-    if tokenizer.size > vocab:
+def check_vocab(tokenizer: Tokenizer, vocab: int, objective: str, highest: Callable[[], str]) -> None:
+    """Whether the model's table has an id for every token, and for the marks of a masked model; `highest` says what
+    the data have. Raises DataError: ids outside the table would be silent zeros or a device assert far from the
+    cause."""
+    masked, of_bytes = objective == "masked", tokenizer.name == "bytes"
+    needed = tokenizer.size + (len(BERT) if masked and of_bytes else 0)
+    if needed > vocab:
+        of = f"data.tokenizer {tokenizer.name!r} (added tokens counted)"
+        if of_bytes:
+            of = "the byte tokeniser (256 bytes" + (f" and {', '.join(BERT)})" if masked else ")")
         raise DataError(
-            f"model.vocab: {vocab} is smaller than the {tokenizer.size} ids of data.tokenizer {tokenizer.name!r}"
-            f"{' (added tokens counted)' if tokenizer.name != 'bytes' else ''}; set at least {tokenizer.size}"
+            f"model.vocab: {vocab} is smaller than the {needed} ids of {of}; {highest()}; set at least {needed}"
         )
-    if objective == "masked" and (missing := [w for w in BERT if w not in tokenizer.special]):
+    if masked and not of_bytes and (missing := [w for w in BERT if w not in tokenizer.special]):
         raise DataError(f"data.tokenizer: {tokenizer.name!r} has no {', '.join(missing)}, which a masked model needs")
 
 
@@ -206,9 +212,11 @@ def _hugging_face(path: Path, content: bytes) -> Tokenizer:
 def _sentencepiece(path: Path, content: bytes) -> Tokenizer:
     module = need("sentencepiece", f"data.tokenizer {str(path)!r}")
     try:
-        model = module.SentencePieceProcessor(model_proto=content)
-    except RuntimeError as e:
-        raise DataError(f"data.tokenizer: {str(path)!r} is no tokenizer.json, SentencePiece or tiktoken file") from e
+        model = module.SentencePieceProcessor(model_proto=content) if content else None
+    except RuntimeError:
+        model = None
+    if model is None:
+        raise DataError(f"data.tokenizer: {str(path)!r} is no tokenizer.json, SentencePiece or tiktoken file")
     size = model.vocab_size()
     pieces = [model.id_to_piece(i) for i in range(size)]
     special = {p: i for i, p in enumerate(pieces) if model.is_control(i) or (p.startswith("<|") and p.endswith("|>"))}

@@ -76,13 +76,19 @@ def edges(shard: Shard, begin: int, end: int, eos: int | None = None) -> Ints:
         before = shard.tokens[max(0, begin - 1) : end - 1]
         found = np.flatnonzero(before == eos) + max(1, begin)
         return np.concatenate([[0], found]) if begin == 0 else found
+    _check_whole(f"the index of {shard.name}", shard.starts)
     # Not np.searchsorted: it would copy the whole index, which is not aligned in the file.
     i, j = (bisect_left(shard.starts, n * shard.unit) for n in (begin, end))
     if shard.groups is None:
-        return np.unique(shard.starts[i:j].astype(np.int64) // shard.unit)
-    i, j = (min(bisect_left(shard.groups, n), len(shard.groups) - 1) for n in (i, j))
-    sentences = np.unique(shard.groups[i:j])
-    return np.unique(shard.starts[sentences[sentences < len(shard.starts)]].astype(np.int64) // shard.unit)
+        found = shard.starts[i:j]
+    else:
+        i, j = (min(bisect_left(shard.groups, n), len(shard.groups) - 1) for n in (i, j))
+        sentences = np.unique(shard.groups[i:j])
+        found = shard.starts[sentences[sentences < len(shard.starts)]]
+    found = found.astype(np.int64)
+    if found.size and (found[0] < begin * shard.unit or found[-1] >= end * shard.unit or np.any(np.diff(found) < 0)):
+        raise DataError(f"{shard.name}: its index is damaged: documents near token {begin:,} do not begin in order")
+    return np.unique(found // shard.unit)
 
 
 def read(source: Stream, begin: int, n: int, vocab: int) -> Ints:
@@ -90,8 +96,8 @@ def read(source: Stream, begin: int, n: int, vocab: int) -> Ints:
     out = np.zeros(n, np.int64)  # zeros: separators need no copying
     for shard, at, first, last in _parts(source, begin, n):
         piece = shard.tokens[first:last]
-        out[at : at + piece.size] = piece
         check_ids(shard, piece, first, vocab)
+        out[at : at + piece.size] = piece
     return out
 
 
@@ -117,13 +123,28 @@ def _parts(source: Stream, begin: int, n: int) -> Iterable[tuple[Shard, int, int
         shard, here = source.shards[i], begin - int(source.offsets[i])
         first, last = max(0, here), min(here + n, shard.tokens.size)
         if first < last:
+            _check_whole(shard.name, shard.tokens)
             yield shard, first - here, first, last
         i += 1
 
 
+def _check_whole(name: str, array: Ints) -> None:
+    """Raises DataError where the file under an array is shorter than when it was opened: reading past its end would
+    kill the process without a word."""
+    under: Any = array
+    while isinstance(under, np.ndarray):
+        under = under.base
+    pages = getattr(under, "obj", None)
+    if isinstance(pages, mmap.mmap) and pages.size() < len(pages):
+        raise DataError(f"{name}: had {len(pages):,} bytes when the run started and has {pages.size():,} now")
+
+
 def check_ids(shard: Shard, piece: Ints, first: int, vocab: int) -> None:
     """Raises DataError for an id that the model's table does not have; `first` is where the piece lies."""
-    if piece.size and (int(piece.max()) >= vocab or (piece.dtype.kind != "u" and int(piece.min()) < 0)):
+    if piece.dtype.kind == "f" and (found := np.flatnonzero((piece != np.floor(piece)) | np.isinf(piece))).size:
+        at = int(found[0])  # a fraction, or no number at all
+        raise DataError(f"{shard.name}: token {first + at:,} is {piece[at]} ({piece.dtype}); token ids are whole")
+    if piece.size and (piece.max() >= vocab or (piece.dtype.kind != "u" and piece.min() < 0)):
         bad = int(np.flatnonzero((piece >= vocab) | (piece < 0))[0])
         raise DataError(
             f"{shard.name}: token {first + bad:,} has id {int(piece[bad]):,}, but model.vocab is {vocab:,}; ids are "

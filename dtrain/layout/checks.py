@@ -6,7 +6,7 @@ import glob
 import math
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
@@ -78,6 +78,7 @@ def _check_data(layout: Layout) -> None:
             use = f"text or jsonl (or {', '.join(FILES[2:])})"
             fail(layout, f"{key}.path", f"{show(path)}; source {source} reads no files; use source: {use}")
     given_by_key: dict[str, Mixed | Data] = {f"data.mix.{i}": m for i, m in enumerate(data.mix)} or {"data": data}
+    _check_used(layout, given_by_key)
     streams = {key: given for key, given in given_by_key.items() if given.stream}
     for key, given in streams.items():
         if given.source not in STREAMS:
@@ -104,10 +105,33 @@ def _check_data(layout: Layout) -> None:
         fail(layout, "data.validation.fraction", "nothing else is held out with data.validation.path; remove one")
 
 
+def _check_used(layout: Layout, given_by_key: Mapping[str, Mixed | Data]) -> None:
+    """Whether the sources have a use for what is written of them."""
+    data = layout.data
+    keyed: tuple[str, ...] = ("jsonl", "parquet", "arrow")
+    texts = (*STREAMS, "stdlib")
+    for key, given in given_by_key.items():
+        for name, kinds in {"field": keyed, "dtype": ("tokens",)}.items():
+            if f"{key}.{name}" in layout._where and given.source not in kinds:
+                value, meant = show(getattr(given, name)), ", ".join(kinds)
+                fail(layout, f"{key}.{name}", f"{value}; is for {meant}, not for source {given.source}; remove it")
+    sources = {given.source for given in given_by_key.values()}
+    for name, kinds in (("chat", keyed), ("bos", texts), ("validation.split", texts)):
+        value = data.validation.split if name == "validation.split" else getattr(data, name)
+        if value not in (False, "blocks") and not sources <= {*kinds}:
+            other = ", ".join(sorted(sources - {*kinds}))
+            fail(layout, f"data.{name}", f"{show(value)}; is for {', '.join(kinds)}, not for source {other}")
+    if data.validation.path and data.validation.split != "blocks":
+        fail(layout, "data.validation.split", "nothing else is held out with data.validation.path; remove one")
+
+
 def check_kernels(layout: Layout, module: ModuleType, cfg: Any) -> None:
     """Whether the model can mask documents, and the layout's GPU do the attention kernel that was asked for."""
     if layout.data.document_mask and not hasattr(cfg, "document_mask"):
         fail(layout, "data.document_mask", "true; this model has no masks of documents (llama and gpt2 have)")
+    causal = {*module.BATCH} <= {"tokens", "labels", "sample"}
+    if causal and any(key.startswith("data.masking") for key in layout._where):
+        fail(layout, "data.masking", "is for masked models (bert), and this one is causal; remove it")
     kernel, gpu = layout.kernels.attention, layout.cluster.device
     most = layout.data.max_documents or 0
     if most * layout.data.microbatch > _GRID and gpu.capability is not None:
