@@ -8,16 +8,18 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from dtrain.data import DataConfig, DataError, batch, encode, open_source, tokenizer
+from dtrain.data import DataConfig, DataError, batch, chat, encode, open_source, tokenizer
 from dtrain.data.documents import Faults
 
 tokenizers = pytest.importorskip("tokenizers")
 sentencepiece = pytest.importorskip("sentencepiece")
 tiktoken = pytest.importorskip("tiktoken")
+regex = pytest.importorskip("regex")  # tiktoken needs it
 
 TEXT = "The quick brown fox jumps over the lazy dog, again and again. 12 34!\n"
 CORPUS = [TEXT, "A fox is a fox; the dog sleeps.\n", "Numbers like 1234 and words like again.\n"] * 30
@@ -87,6 +89,20 @@ def test_tiktoken_equals_tiktoken(tmp_path: Path) -> None:
     made = tokenizer.load(tik_token(tmp_path))
     assert made.size == 265 and made.special == {"<|endoftext|>": 264} and made.eos == 264
     assert made.encode([" the fox"])[0] == [258, 263]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("r50k_base", 50256), ("p50k_base", 50281), ("cl100k_base", 100256), ("o200k_base", 199998)]
+)
+def test_openais_files_are_read_as_tiktoken_reads_them(monkeypatch: pytest.MonkeyPatch, name: str, ranks: int) -> None:
+    public = pytest.importorskip("tiktoken_ext.openai_public")
+    monkeypatch.setattr(public, "load_tiktoken_bpe", lambda *names, **more: {})  # it would fetch them
+    theirs = public.ENCODING_CONSTRUCTORS[name]()
+    pattern, special = tokenizer._unwritten(ranks)
+    assert special == theirs["special_tokens"]
+    text = "I'LL say it's 12345 °C,\r\n\n  and\tHELLO wOrld's  ÅÉ Ωmega  中文 don't/x \n "
+    words = [regex.findall(p, text) for p in (pattern, theirs["pat_str"])]
+    assert words[0] == words[1] and len(words[0]) > 20
 
 
 def test_llama_3s_special_tokens_have_their_ids() -> None:
@@ -199,7 +215,7 @@ CHAT = [
 @pytest.mark.parametrize("kind", ["hugging face", "tiktoken", "bytes"])
 def test_only_answers_and_what_ends_them_are_learnt(tmp_path: Path, kind: str) -> None:
     made = tokenizer.load(MAKE[kind](tmp_path))
-    ids, learn = encode.conversation(made, CHAT)
+    ids, learn = chat.conversation(made, CHAT)
     whole = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CHAT)
     assert made.decode(ids.tolist()) == whole
     runs: list[list[int]] = []
@@ -217,9 +233,76 @@ def test_the_tokenizers_own_template_is_used(tmp_path: Path) -> None:
     template += "{% if add_generation_prompt %}[assistant]{% endif %}"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     made = tokenizer.load(str(tmp_path))
-    ids, learn = encode.conversation(made, CHAT[:2])
+    ids, learn = chat.conversation(made, CHAT[:2])
     assert made.decode(ids.tolist()) == "[user]fox?<|endoftext|>[assistant]the dog<|endoftext|>"
     assert made.decode(ids[learn].tolist()) == "the dog<|endoftext|>"
+
+
+# What real templates do: marks within a line and over lines, a turn that is left out, a loop that ends early, JSON.
+MARKED = {
+    "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}",
+    "lines": "{%- for m in messages %}\n    {%- if m['role'] == 'assistant' %}\n        {%- generation -%}\n"
+    "        {{ m['content'] }}{{ eos_token }}\n        {%- endgeneration %}\n    {%- else %}\n"
+    "        {{- '[' + m['role'] + ']' + m['content'] }}\n    {%- endif %}\n{%- endfor %}",
+    "last only": "{% if tools is not none %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "{% if not loop.last %}{{ m.content | tojson }}{% continue %}{% endif %}> "
+    "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+}
+CHATS = [
+    CHAT,
+    [{"role": "system", "content": "again & again <b>"}, *CHAT[:2]],
+    [{"role": "user", "content": "fox\n\n"}, {"role": "assistant", "content": " ünï 中文 12"}],
+    [{"role": "assistant", "content": "the lazy dog"}, *CHAT],
+]
+
+
+def fast(folder: Path, template: str) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    made = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|endoftext|>")
+    made.chat_template = template
+    return made
+
+
+@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.parametrize("talk", CHATS, ids=["turns", "system", "unicode", "answer first"])
+def test_what_a_template_marks_is_what_transformers_marks(tmp_path: Path, name: str, talk: list[Any]) -> None:
+    hugging_face(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(MARKED[name])
+    theirs = fast(tmp_path, MARKED[name]).apply_chat_template(
+        talk, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    ids, learn = chat.conversation(tokenizer.load(str(tmp_path)), talk)
+    assert ids.tolist() == theirs["input_ids"]
+    assert learn.astype(int).tolist() == theirs["assistant_masks"] and 0 < learn.sum() < len(learn)
+
+
+@pytest.mark.parametrize("talk", CHATS, ids=["turns", "system", "unicode", "answer first"])
+def test_a_template_without_marks_is_as_one_that_marks_the_answers(tmp_path: Path, talk: list[Any]) -> None:
+    hugging_face(tmp_path)
+    marked = (
+        MARKED["chatml"]
+        .replace("{% endgeneration %}{% else %}", "\n{% endgeneration %}{% else %}")
+        .replace("<|im_end|>{% endif %}\n{% endfor %}", "<|im_end|>\n{% endif %}{% endfor %}")
+    )
+    theirs = fast(tmp_path, marked).apply_chat_template(
+        talk, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    ids, learn = chat.conversation(tokenizer.load(str(tmp_path)), talk)  # ChatML
+    assert ids.tolist() == theirs["input_ids"] and learn.astype(int).tolist() == theirs["assistant_masks"]
+
+
+def test_a_template_that_writes_a_turn_otherwise_when_more_follow_has_to_mark_answers(tmp_path: Path) -> None:
+    hugging_face(tmp_path)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content if loop.last else m.content | upper }}\n{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    made = tokenizer.load(str(tmp_path))
+    with pytest.raises(DataError, match=r"in another way when more follow, .* mark it .* \{% generation %\}") as e:
+        chat.conversation(made, CHAT)
+    assert "\n" not in str(e.value)
+    with pytest.raises(DataError, match=r"U\+FDD0"):
+        chat.conversation(made, [{"role": "user", "content": "a\ufdd0b"}, *CHAT])
 
 
 def test_labels_of_a_batch_are_the_answers(tmp_path: Path) -> None:
@@ -234,14 +317,14 @@ def test_labels_of_a_batch_are_the_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chat", "words"),
+    ("one", "words"),
     [
         ([{"role": "user"}], r'a message must be like \{"role"'),
         ([{"role": "user", "content": "x"}], "has no answer of the assistant"),
     ],
 )
-def test_conversations_that_teach_nothing_are_errors_or_counted(tmp_path: Path, chat: object, words: str) -> None:
-    cfg = config(tmp_path, [chat, CHAT], "messages", chat=True, packing="none", seq=256)
+def test_conversations_that_teach_nothing_are_errors_or_counted(tmp_path: Path, one: object, words: str) -> None:
+    cfg = config(tmp_path, [one, CHAT], "messages", chat=True, packing="none", seq=256)
     with pytest.raises(DataError, match=rf"a\.jsonl:1: {words}"):
         open_source(cfg)
     source = open_source(replace(cfg, bad="skip"))

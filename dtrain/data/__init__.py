@@ -1,6 +1,7 @@
 """What a run reads: sources of tokens, and batches that are a pure function of (seed, step).
 
 documents, encode, tokenizer     texts out of files, and their tokens
+chat                             conversations, and what of them is learnt
 tokens, manifest                 files of tokens
 config, sources                  what is asked for, and opening it
 sequences, order, masking        sequences out of a stream, which of them a sample is, masked models

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from .chat import conversation
 from .documents import Faults, fault
-from .errors import DataError, need
+from .errors import DataError
 from .tokenizer import Tokenizer
 
 _BATCH = 256  # documents that a tokenizer is given at a time
-# Without a chat template of the tokenizer's own: ChatML, whose marks are then plain text to it.
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @dataclass(frozen=True)
@@ -103,70 +98,3 @@ def _batches(items: Iterable[Any], n: int) -> Iterator[list[Any]]:
     rest = iter(items)
     while batch := list(itertools.islice(rest, n)):
         yield batch
-
-
-# ------------------------------------------------------------------------------------------------ conversations
-
-Render = Callable[[Sequence[Any], bool], str]
-
-
-def conversation(tokenizer: Tokenizer, messages: Sequence[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """A conversation's ids, and True for those of the assistant's answers with what ends them. What comes before an
-    answer is tokenised alone too, as it is when the model is asked; a token across the border belongs to the answer.
-    Raises DataError."""
-    for m in messages:
-        if not (isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)):
-            raise DataError('a message must be like {"role": "user", "content": "..."}')
-    render = _template(tokenizer.template or CHATML, tokenizer)
-    ids = tokenizer.encode_special(render(messages, False))
-    learn = np.zeros(len(ids), bool)
-    for i, m in enumerate(messages):
-        if m["role"] == "assistant":
-            begin = _common(ids, tokenizer.encode_special(render(messages[:i], True)))
-            end = len(ids) if i == len(messages) - 1 else _reach(tokenizer, render(messages[: i + 1], False), ids)
-            learn[begin:end] = True
-    if not learn.any():
-        raise DataError("has no answer of the assistant, so nothing to learn")
-    return np.array(ids, np.int64), learn
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _reach(tokenizer: Tokenizer, text: str, ids: Sequence[int]) -> int:
-    return _common(ids, tokenizer.encode_special(text))
-
-
-@functools.lru_cache(maxsize=8)
-def _compiled(template: str) -> Any:
-    sandbox = need("jinja2.sandbox", "a chat template")
-    environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-
-    def refuse(message: str) -> None:
-        raise DataError(f"the chat template refuses it: {message}")
-
-    environment.globals["raise_exception"] = refuse
-    return environment.from_string(template)
-
-
-def _template(template: str, tokenizer: Tokenizer) -> Render:
-    jinja2 = need("jinja2", "a chat template")
-    name = {i: n for n, i in tokenizer.special.items()}
-
-    def text(token: int | None) -> str:
-        return "" if token is None else name.get(token, "")
-
-    def render(messages: Sequence[Any], prompt: bool) -> str:
-        try:
-            out: str = _compiled(template).render(
-                messages=list(messages),
-                add_generation_prompt=prompt,
-                bos_token=text(tokenizer.bos),
-                eos_token=text(tokenizer.eos),
-            )
-        except jinja2.TemplateError as e:
-            raise DataError(f"the chat template fails: {' '.join(str(e).split())}") from e
-        return out
-
-    return render

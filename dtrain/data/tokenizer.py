@@ -24,16 +24,43 @@ Flags = npt.NDArray[np.bool_]
 BERT = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
 _BOS = ("<s>", "<|begin_of_text|>", "<bos>", "[CLS]")
 _EOS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[SEP]")
-# How a tiktoken file cuts text into words before it merges bytes is not in the file. These are the patterns of
-# OpenAI's cl100k, which Llama 3 has too, and of GPT-2.
-_PATTERNS = {
-    "cl100k": (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-    ),
-    "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-}
+# How a tiktoken file cuts text into words before it merges bytes, and what its special tokens are, is not in the file.
+_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CL100K = _LLAMA.replace(r"|\s*[\r\n]+", r"|\s+$|\s*[\r\n]+")  # blanks at the end of a text stay together
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _LLAMA3 = 128_000  # ranks in Llama 3's file, which 256 special tokens follow
+# By the ids that a file's ranks reach: OpenAI's r50k, p50k, cl100k and o200k.
+_OPENAI: dict[int, tuple[str, dict[str, int]]] = {
+    50_256: (_GPT2, {"<|endoftext|>": 50_256}),
+    50_281: (_GPT2, {"<|endoftext|>": 50_256}),
+    100_256: (
+        _CL100K,
+        {
+            "<|endoftext|>": 100_257,
+            "<|fim_prefix|>": 100_258,
+            "<|fim_middle|>": 100_259,
+            "<|fim_suffix|>": 100_260,
+            "<|endofprompt|>": 100_276,
+        },
+    ),
+    199_998: (_O200K, {"<|endoftext|>": 199_999, "<|endofprompt|>": 200_018}),
+}
+
+
+def _unwritten(n: int) -> tuple[str, dict[str, int]]:
+    """The pattern and the special tokens of a tiktoken file whose ranks are below n: one that is not known has Llama
+    3's pattern, and <|endoftext|> after its ranks."""
+    names = _llama3() if n == _LLAMA3 else ["<|endoftext|>"]
+    return _OPENAI.get(n) or (_LLAMA, {name: n + i for i, name in enumerate(names)})
 
 
 @dataclass(frozen=True)
@@ -261,8 +288,7 @@ def _tiktoken(path: Path, content: bytes) -> Tokenizer:
     except ValueError as e:
         raise DataError(f"data.tokenizer: {str(path)!r} is a damaged tiktoken file: {e}") from e
     n = max(ranks.values()) + 1
-    special = {name: n + i for i, name in enumerate(_llama3() if n == _LLAMA3 else ["<|endoftext|>"])}
-    pattern = _PATTERNS["gpt2" if n in (50256, 50257) else "cl100k"]
+    pattern, special = _unwritten(n)
     made = tiktoken.Encoding(path.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
     settings = _settings(path)
 
