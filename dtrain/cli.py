@@ -5,6 +5,7 @@ Nothing heavy is imported before a verb needs it, so that `--help` and a mistake
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
@@ -117,7 +118,7 @@ def plan(
 
         from rich.console import Console
 
-        from dtrain.layout import check_place, load
+        from dtrain.layout import check_place, load, room_notes
         from dtrain.layout.shapes import shape_notes
         from dtrain.plan.advice import advise
         from dtrain.plan.compare import compare
@@ -129,7 +130,7 @@ def plan(
         from dtrain.show import parameter_table
 
         loaded = [load(file, overrides) for file in files]
-        notes = [[*shape_notes(x), *check_place(x)] for x in loaded]
+        notes = [[*shape_notes(x), *check_place(x), *room_notes(x)] for x in loaded]
         made = [predict(x) for x in loaded]
         if trace_to:
             _write(trace_to, json.dumps(trace(made[0])))
@@ -225,7 +226,7 @@ def sample(
     ],
     prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="What the text begins with; may be repeated.")],
     max_tokens: Annotated[int, typer.Option(help="Tokens that follow a prompt, at most.", min=1)] = 100,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; 1 draws as learned.", min=0)] = 0.0,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; 1 draws as learned.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(help="Draw from the K likeliest tokens only.", min=1)] = None,
     top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest that have this probability.")] = None,
     seed: Annotated[int, typer.Option(help="Another seed draws another text.")] = 0,
@@ -235,6 +236,8 @@ def sample(
     model_file: Annotated[str | None, typer.Option(help="Where a model of your own is written.")] = None,
 ) -> None:
     """Generate text with a trained model."""
+    if not 0 <= temperature < math.inf:
+        raise typer.BadParameter(f"{temperature}; give a number from 0", param_hint="--temperature")
     if temperature == 0:
         for value, option in ((top_k, "--top-k"), (top_p, "--top-p")):
             if value is not None:

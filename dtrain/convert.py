@@ -20,6 +20,8 @@ from dtrain.plan import PRECISION
 def import_folder(source: Path, out: Path, allow_missing: bool = False, allow_extra: bool = False) -> list[str]:
     """Make `out/step-0`, a checkpoint with weights only, of a Hugging Face folder, and `out/hf` of the small files
     beside them. Returns lines for a person; raises HFError or CheckpointError."""
+    if there := checkpoint.steps(out):
+        raise CheckpointError(f"{out} has step-{there[-1]} already; import into a folder without checkpoints")
     folder, said = hf.open_folder(source, allow_missing, allow_extra)
     homes = hf.homes(folder.family, folder.cfg)
 
@@ -28,15 +30,18 @@ def import_folder(source: Path, out: Path, allow_missing: bool = False, allow_ex
         home = homes[path]
         if home.name not in folder.tensors:
             return reference.value(path, home.param, 0, torch.float32)
-        return folder.read(home).float()
+        try:
+            return folder.read(home).float()
+        except hf.HFError as error:
+            raise CheckpointError(str(error)) from error
 
     meta = {path: torch.empty(home.param.shape, device="meta") for path, home in homes.items()}
     pieces = {f"master/{path}": Piece(t, (0,) * t.ndim, tuple(t.shape)) for path, t in meta.items()}
     section = {"family": folder.family, **_fields(folder.cfg)}
     precision = hf.dtype_of(folder.config) or "fp32"
     record = Record(0, {"model": section, "run": {"precision": precision}}, "")
-    made = checkpoint.save(out, record, pieces, fetch=fetch)
     hf.keep(source, out)
+    made = checkpoint.save(out, record, pieces, fetch=fetch)
     count = sum(math.prod(home.param.shape) for home in homes.values())
     return [
         *said,
@@ -84,9 +89,11 @@ def export(
     def fetch(path: str) -> Tensor:
         return read(f"master/{path}")
 
-    files = hf.write_folder(out, family, cfg, fetch, PRECISION[precision], config, beside, shard_bytes)
-    if tokenizer is not None:
-        _write_tokenizer(tokenizer, out)
+    def also(folder: Path) -> None:
+        if tokenizer is not None:
+            _write_tokenizer(tokenizer, folder)
+
+    files = hf.write_folder(out, family, cfg, fetch, PRECISION[precision], config, beside, shard_bytes, also)
     size = sum(f.stat().st_size for f in files)
     return [f"{out}: step {record.step} of {source.parent}, {size / 1e9:.3g} GB of {precision} in {len(files)} files"]
 

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -201,24 +201,27 @@ def start(path: str, overrides: list[str], quiet: bool, work: Work | None = None
     Whatever can be known before processes start is checked before they start, and told in one line.
     """
     seat = None
-    try:
-        seat = seat_of(os.environ)
-        layout = layouts.load(path, overrides)
-        if more := {*allow} - {*layout.allow}:
-            layout = layouts.vary(layout, [f"allow=[{', '.join(sorted({*layout.allow, *more}))}]"])
-        _check(layout, seat, " ".join([path, *overrides]))
-        line = _finished(layout) if work is None else None
-    except Exception as error:
-        if not watch.is_ours(error):
-            raise
-        if seat is None or seat.rank == 0:
-            _say(str(error))
-        return MISTAKE
-    if line:
-        if seat is None or seat.rank == 0:
-            print(line, flush=True)
-        return FINISHED
-    return _perform_all(layout, seat, quiet, work or _train)
+    with ExitStack() as held:
+        try:
+            seat = seat_of(os.environ)
+            layout = layouts.load(path, overrides)
+            if more := {*allow} - {*layout.allow}:
+                layout = layouts.vary(layout, [f"allow=[{', '.join(sorted({*layout.allow, *more}))}]"])
+            _check(layout, seat, " ".join([path, *overrides]))
+            line = _finished(layout) if work is None else None
+            if not line and (seat is None or seat.rank == 0):
+                held.enter_context(_claimed(layout))
+        except Exception as error:
+            if not watch.is_ours(error):
+                raise
+            if seat is None or seat.rank == 0:
+                _say(str(error))
+            return MISTAKE
+        if line:
+            if seat is None or seat.rank == 0:
+                print(line, flush=True)
+            return FINISHED
+        return _perform_all(layout, seat, quiet, work or _train)
 
 
 def sample(source: str, prompts: list[str], most: int, how: Any, tp: int | None, options: Mapping[str, Any]) -> int:
@@ -286,6 +289,12 @@ def _train(layout: Layout, rank: Rank, *, quiet: bool) -> None:
     from dtrain.train import train  # torch is slow to import, and a mistake should be told at once
 
     train(layout, rank, quiet=quiet)
+
+
+def _claimed(layout: Layout) -> AbstractContextManager[None]:
+    from dtrain.checkpoint import claimed
+
+    return claimed(Path(layout.run.folder or "."))
 
 
 def _finished(layout: Layout) -> str | None:

@@ -22,7 +22,7 @@ from dtrain import checkpoint, data, hardware, hf, layout, metrics, optim
 from dtrain import plan as plans
 from dtrain.checkpoint import Record
 from dtrain.checkpoint.tensors import everyone, names
-from dtrain.layout import DIFFERENCES, Layout
+from dtrain.layout import DIFFERENCES, Layout, room_notes
 from dtrain.mesh import Groups, Limits, join_world, pipeline_groups
 from dtrain.metrics import Log, say
 from dtrain.plan import Plan, predict
@@ -102,10 +102,14 @@ def train(layout: Layout, rank: Rank, *, quiet: bool) -> None:
     record, said = checkpoint.choose(folder, layout.run.resume, rank.rank, rank.world, group)
     done = record.step if record else 0
     changes = check_same(layout, source, record) if record else {}
+    if record is None:
+        said = [f"warning: {line}" for line in room_notes(layout)]
     log_config = metrics.LogConfig(folder, layout.run.steps, done + 1, rank.rank == 0, quiet)
     with metrics.open_log(log_config) as log:
         for line in said:
             metrics.warn(log, line)
+        if record:
+            say(log, f"going on after step {done}, from {folder / f'step-{done}'}")
         for key, change in changes.items():
             say(log, f"changed: {key}: {change}")
         for line in (*data.counts(source), *source.notes):

@@ -51,6 +51,19 @@ def test_the_latest_is_the_largest_number_and_foreign_names_are_left_alone(tmp_p
     assert load(checkpoint.find(tmp_path, 100), 1).tolist() == [100]
 
 
+def test_one_run_writes_to_a_folder(tmp_path: Path) -> None:
+    run, file = tmp_path / "a" / "run", tmp_path / "file"
+    file.write_text("")
+    with checkpoint.claimed(run), checkpoint.claimed(tmp_path / "b"):
+        again = pytest.raises(CheckpointError, match=r"a/run: another run is still writing to it")
+        with again, checkpoint.claimed(run):
+            pass
+    with checkpoint.claimed(run):
+        assert list(run.iterdir()) == []
+    with pytest.raises(CheckpointError, match=rf"file: {os.strerror(errno.EEXIST)}"), checkpoint.claimed(file):
+        pass
+
+
 def test_a_missing_step_names_those_there_are(tmp_path: Path) -> None:
     for step in (4, 8):
         checkpoint.save(tmp_path / "run", Record(step, {}, ""), piece([1]))

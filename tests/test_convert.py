@@ -14,9 +14,10 @@ import test_train
 import tiny
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from typer.testing import CliRunner
 
-from dtrain import checkpoint, cli, convert, hf, optim, plan, reference, train
+from dtrain import checkpoint, cli, convert, hf, models, optim, plan, reference, train
 from dtrain import layout as layouts
 from dtrain.checkpoint import Record
 from dtrain.layout import Layout, LayoutError
@@ -93,8 +94,33 @@ def test_from_a_folder_over_ranks_to_a_folder(name: str, mesh: str, tmp_path: Pa
     assert all(torch.equal(t, got[n]) for n, t in want.items())
     batch = test_hf.inputs(61)
     again = test_hf.loaded(tmp_path / "out", name)
-    assert again.config.vocab_size == 61
+    assert again.config.vocab_size == 61 and again.config.tie_word_embeddings == model.config.tie_word_embeddings
+    test_hf.assert_indexed(tmp_path / "out")
     torch.testing.assert_close(test_hf.theirs(again, batch), test_hf.theirs(model, batch), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "table", "padded"),
+    [
+        ("gpt2", {"vocab_size": 50257, "n_embd": 8, "n_layer": 1}, "transformer.wte.weight", 50304),
+        ("bert", {"vocab_size": 30522, "hidden_size": 8, "num_hidden_layers": 1}, "cls.predictions.bias", 30592),
+    ],
+)
+def test_vocabularies_that_are_padded_are_cut(
+    name: str, sizes: dict[str, int], table: str, padded: int, tmp_path: Path
+) -> None:
+    """Under tp 2, which pads them, to a folder, and from there into one process."""
+    test_hf.saved(name, tmp_path / name, **sizes)
+    layout = make(tmp_path / name, "tp2", "x", f"model.vocab_pad={padded}")
+    convert.export(started(layout, tmp_path / "run" / "step-1"), tmp_path / "out" / name)
+    want, got = test_hf.tensors(tmp_path / name), test_hf.tensors(tmp_path / "out" / name)
+    assert want.keys() == got.keys() and all(torch.equal(t, got[n]) for n, t in want.items())
+    config = json.loads((tmp_path / "out" / name / "config.json").read_text())
+    assert got[table].shape[0] == config["vocab_size"] == sizes["vocab_size"]
+    test_hf.loaded(tmp_path / "out" / name, name)
+    convert.import_folder(tmp_path / "out" / name, tmp_path / "again")
+    (_, one), (_, other) = (checkpoint.open_tensors(tmp_path / p) for p in ("run/step-1", "again/step-0"))
+    assert torch.equal(one("master/embed/table"), other("master/embed/table"))
 
 
 @pytest.mark.parametrize("name", ["llama3.1", "gpt2", "bert"])
@@ -144,20 +170,34 @@ def test_a_run_starts_from_a_folder_or_a_checkpoint_and_ends_as_a_folder(tmp_pat
     test_hf.loaded(tmp_path / "out", "llama3.1")
 
 
-@pytest.mark.long
-def test_a_fine_tuned_model_is_that_of_one_process(tmp_path: Path) -> None:
-    """Real processes: pp 2 x tp 2, from a folder to a folder."""
-    test_hf.saved("llama3.2", tmp_path / "llama")
-    for mesh in ("one", "tp2xpp2"):
-        layout = make(tmp_path / "llama", mesh, tmp_path / mesh, "run.steps=3", "data.microbatch=3")
-        (test_train.alone if mesh == "one" else test_train.together)(layout)
-        convert.export(tmp_path / mesh, tmp_path / f"{mesh}-hf")
-    one, many = (test_hf.loaded(tmp_path / f"{m}-hf", "llama3.2") for m in ("one", "tp2xpp2"))
+def logits(step: Path, batch: dict[str, Tensor]) -> Tensor:
+    """What a checkpoint's weights say, by dtrain's own functions."""
+    family, cfg = convert.model_in(checkpoint.read(step), step)
+    shapes, read = checkpoint.open_tensors(step)
+    params = {name.removeprefix("master/"): read(name) for name in shapes if name.startswith("master/")}
+    scores: Tensor = test_hf.ours(models.load(family), test_hf.evaluation(family, cfg), params, batch)[0]
+    return scores
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama3.2", *(pytest.param(n, marks=pytest.mark.long) for n in ("llama3.1", "gpt2", "gpt2-untied", "bert"))],
+)
+def test_a_fine_tuned_model_is_the_same_in_transformers(name: str, tmp_path: Path) -> None:
+    """From a random model of transformers, three steps of real processes under pp 2 x tp 2, and back."""
+    before = test_hf.saved(name, tmp_path / name)
+    layout = make(tmp_path / name, "tp2xpp2", tmp_path / "run", "run.steps=3", "data.microbatch=3")
+    test_train.together(layout)
+    convert.export(tmp_path / "run", tmp_path / "out")
     batch = test_hf.inputs(61)
-    scores = test_hf.theirs(one, batch)[0]
-    torch.testing.assert_close(test_hf.theirs(many, batch)[0], scores, rtol=0, atol=1e-4)
-    before = test_hf.theirs(test_hf.loaded(tmp_path / "llama", "llama3.2"), batch)[0]
-    assert (scores - before).abs().max() > 1e-3
+    scores = test_hf.theirs(test_hf.loaded(tmp_path / "out", name), batch)[0]
+    torch.testing.assert_close(scores, logits(tmp_path / "run" / "step-3", batch), rtol=0, atol=1e-5)
+    assert (scores - test_hf.theirs(before, batch)[0]).abs().max() > 1e-3
+    # And it is the curve of one process.
+    alone = make(tmp_path / name, "one", tmp_path / "one", "run.steps=3")
+    test_train.alone(alone)
+    for ours, theirs in zip(*(test_train.rows(r, "loss", "grad_norm") for r in (layout, alone)), strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-5)
 
 
 def test_missing_heads_start_at_their_initial_values(tmp_path: Path) -> None:
@@ -196,15 +236,17 @@ def test_a_model_of_bytes_is_exported_with_a_tokenizer(tmp_path: Path) -> None:
         ("load: {folder}, family: llama", "model.load says what the model is; write one of them"),
         ("load: {folder}/none", "no such folder"),
         ("load: {folder}/empty", "has no config.json"),
-        ("load: {folder}/run", "a run's folder; name one of its checkpoints, as in"),
+        ("load: {folder}/run", "a run's folder; name one of its checkpoints, as in {folder}/run/step-10"),
+        ("load: {folder}/torn", "its run.json cannot be read: "),
         ("load: {folder}, layrs: 3", "unknown key 'layrs'"),
         ("load: {folder}/bad", "config.json: hidden_act: relu; allowed: silu"),
     ],
 )
 def test_what_cannot_be_loaded_is_one_line(model: str, said: str, tmp_path: Path) -> None:
     test_hf.saved("llama3", tmp_path)
-    for name in ("empty", "run/step-3", "bad"):
+    for name in ("empty", "run/step-3", "run/step-10", "run/step-20.tmp", "bad", "torn"):
         (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "torn" / "run.json").write_text('{"step": 3, "lay')
     config = json.loads((tmp_path / "config.json").read_text()) | {"hidden_act": "relu"}
     (tmp_path / "bad" / "config.json").write_text(json.dumps(config))
     with pytest.raises(LayoutError) as error:
@@ -212,6 +254,7 @@ def test_what_cannot_be_loaded_is_one_line(model: str, said: str, tmp_path: Path
             f"model: {{{model.replace('{folder}', str(tmp_path))}}}\n"
             "data: {source: synthetic, seq: 8, batch: 1}\nrun: {steps: 1}\n"
         )
+    said = said.replace("{folder}", str(tmp_path))
     assert said in str(error.value) and str(error.value).startswith("layout.yaml:1: ") and "\n" not in str(error.value)
 
 
@@ -227,6 +270,20 @@ def test_an_imported_model_in_the_runs_folder_is_not_passed_over(tmp_path: Path)
     layout = test_train.make(tmp_path / "run")
     with pytest.raises(train.RunError, match=r"holds an imported model; .* model: {load: .*step-0}"):
         test_train.alone(layout)
+
+
+def test_an_import_that_fails_leaves_nothing_to_be_taken_for_a_model(tmp_path: Path) -> None:
+    test_hf.saved("llama3", tmp_path / "in", shard="1GB")
+    convert.import_folder(tmp_path / "in", tmp_path / "run")
+    with pytest.raises(checkpoint.CheckpointError, match=r"run has step-0 already; import into a folder without"):
+        convert.import_folder(tmp_path / "in", tmp_path / "run")
+    test_hf.edit(tmp_path / "in", lambda w: w.update({"model.norm.weight": w["model.norm.weight"].int()}))
+    with pytest.raises(checkpoint.CheckpointError, match=r"step 0: .*model.norm.weight is torch.int32; weights are fl"):
+        convert.import_folder(tmp_path / "in", tmp_path / "other")
+    assert not list((tmp_path / "other").glob("step-*"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(hf.HFError, match=rf"^{tmp_path}/file/hf: Not a directory$"):
+        convert.import_folder(tmp_path / "in", tmp_path / "file")
 
 
 def test_a_model_of_a_file_is_refused(tmp_path: Path) -> None:

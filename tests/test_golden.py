@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,23 @@ def test_a_golden_checkpoint_is_read_and_goes_on(family: str, make: Any, tmp_pat
     assert got.keys() == expected["losses"].keys() == {"3", "4"}
     for step, loss in expected["losses"].items():
         assert got[step] == pytest.approx(loss, abs=ALLOWED[family])
+
+
+@pytest.mark.parametrize("family", ALLOWED)
+def test_the_page_says_all_that_a_reader_needs(family: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code reads a checkpoint as dtrain does, its table names the tensors, and the record has its keys."""
+    page = (GOLDEN.parent / "README.md").read_text()
+    code = next(block for block in page.split("```python\n")[1:] if "def read(" in block).split("```")[0]
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    tensors = scope["read"](GOLDEN / family / "step-2")
+    monkeypatch.setattr(checkpoint, "open_tensors", lambda path: (tensors, tensors.__getitem__))
+    assert make.digests(GOLDEN / family) == json.loads((GOLDEN / family / "expected.json").read_text())["tensors"]
+    names = page[page.index("| name | shape |") :].split("\n\n")[0]
+    named = [word.replace("PATH", r"[\w./]+") for word in re.findall(r"`([a-z_/]+(?:PATH)?)`", names)]
+    assert not [name for name in tensors if not any(re.fullmatch(word, name) for word in named)]
+    keys = page[page.index("| key of `run.json`") :].split("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", keys, re.M) == ["format", *(f.name for f in fields(checkpoint.Record))][:-1]
 
 
 def test_there_is_one_a_family_and_it_is_small() -> None:

@@ -68,7 +68,7 @@ def random_model(name: str, seed: int = 0, **more: Any) -> Any:
 
     config, cls, values = MODELS[name]
     torch.manual_seed(seed)
-    made = quiet(lambda: getattr(transformers, cls)(getattr(transformers, config)(**values, **more)).eval())
+    made = quiet(lambda: getattr(transformers, cls)(getattr(transformers, config)(**values | more)).eval())
     with torch.no_grad():
         for p in made.parameters():
             p.add_(0.1 * torch.randn_like(p))
@@ -77,8 +77,8 @@ def random_model(name: str, seed: int = 0, **more: Any) -> Any:
     return made
 
 
-def saved(name: str, path: Path, dtype: torch.dtype = torch.float32, shard: str = "20KB") -> Any:
-    model = random_model(name).to(dtype)
+def saved(name: str, path: Path, dtype: torch.dtype = torch.float32, shard: str = "20KB", **more: Any) -> Any:
+    model = random_model(name, **more).to(dtype)
     quiet(lambda: model.save_pretrained(path, max_shard_size=shard))
     return model
 
@@ -178,17 +178,22 @@ def test_what_is_read_and_written_is_the_same_bytes(name: str, precision: str, t
     assert torch.equal(theirs(again, batch)[0], theirs(loaded(tmp_path / "in", name), batch)[0])
 
 
+def assert_indexed(path: Path) -> None:
+    """The index names each tensor once, in the file that has it, and their bytes together."""
+    files = sorted(path.glob("*.safetensors"))
+    assert [f.name for f in files] == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {n: f.name for f in files for n in load_file(f)}
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors(path).values())
+
+
 def test_an_index_names_each_tensor_once_and_where_it_is(tmp_path: Path) -> None:
     saved("llama3", tmp_path / "in")
     folder, _ = hf.open_folder(tmp_path / "in")
     files = write(tmp_path / "out", folder, shard_bytes=20_000)
-    assert len(files) > 3
-    assert [f.name for f in files] == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    held = {n: f.name for f in files for n in load_file(f)}
-    assert index["weight_map"] == held
-    assert held.keys() == random_model("llama3").state_dict().keys()
-    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors(tmp_path / "out").values())
+    assert len(files) > 3 and files == sorted((tmp_path / "out").glob("*.safetensors"))
+    assert_indexed(tmp_path / "out")
+    assert tensors(tmp_path / "out").keys() == random_model("llama3").state_dict().keys()
     # No file is over the limit, unless one tensor is.
     assert all(f.stat().st_size < 20_000 + 4_096 or len(load_file(f)) == 1 for f in files)
 
@@ -255,6 +260,9 @@ def test_ties_are_told(name: str, tmp_path: Path) -> None:
         ("llama3", {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor is missing"),
         ("llama3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: 0.5"),
         ("llama3", {"rope_theta": 1e4}, "rope_theta: 500000.0 and 10000.0; keep the right one"),
+        ("llama3", {"rope_theta": "1e4"}, "rope_theta: 1e4; give a number above 0"),
+        ("llama3", {"rope_parameters": [1]}, "rope_parameters: [1]; give a table of "),
+        ("llama3", {"rope_parameters": SCALING | {"factor": 0}}, "rope_parameters.factor: 0; give a number above 0"),
         ("llama3", {"hidden_size": None}, "hidden_size is missing"),
         ("gpt2", {"activation_function": "relu"}, "activation_function: relu; allowed: gelu_new or gelu_pytorch_tanh"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: True"),
@@ -383,7 +391,11 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     assert f"{files[1]} is damaged" in refusal(tmp_path)
     files[1].unlink()
     assert f"{files[1]} is missing" in refusal(tmp_path)
-    (tmp_path / "model.safetensors.index.json").unlink()
+    index = tmp_path / "model.safetensors.index.json"
+    for placed, said in (("x", "cannot be read"), ({"w": "../w.safetensors"}, "names '../w.safetensors'; files of we")):
+        index.write_text(json.dumps({"weight_map": placed}))
+        assert f"{index} {said}" in refusal(tmp_path)
+    index.unlink()
     for f in files[:1] + files[2:]:
         f.unlink()
     assert "has no model.safetensors" in refusal(tmp_path)
@@ -411,9 +423,20 @@ def test_a_folder_is_not_written_over_and_appears_when_complete(tmp_path: Path) 
     def fails(path: str) -> Tensor:
         raise OSError(28, "No space left on device")
 
+    def go(fetch: Callable[[str], Tensor], **more: Any) -> None:
+        hf.write_folder(tmp_path / "out", folder.family, folder.cfg, fetch, torch.float32, config, **more)
+
     with pytest.raises(hf.HFError, match="out cannot be written: No space left"):
-        hf.write_folder(tmp_path / "out", folder.family, folder.cfg, fails, torch.float32, config)
+        go(fails)
+    with pytest.raises(hf.HFError, match="out cannot be written: No space left"):
+        go(parameters(folder).__getitem__, also=lambda made: fails(str(made)))
+    with pytest.raises(ZeroDivisionError):
+        go(lambda path: torch.ones(1 // 0))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in"]
+    (tmp_path / "out.tmp").mkdir()  # somebody's
+    with pytest.raises(hf.HFError, match=r"out\.tmp is in the way; .* remove it"):
+        go(fails)
+    assert (tmp_path / "out.tmp").is_dir()
 
 
 def test_models_that_transformers_has_no_class_of_are_refused() -> None:

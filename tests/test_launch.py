@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain import launch, watch
+from dtrain import checkpoint, launch, watch
 from dtrain.launch import LaunchError, Seat, claim, device_of, first_host, seat_of
 from dtrain.layout import Layout, LayoutError, load
 from dtrain.rank import Rank
@@ -237,6 +237,25 @@ def test_mistakes_are_told_before_anything_starts(
     assert launch.start(layout_file(tmp_path, 2), overrides, True, never) == launch.MISTAKE
     message = capsys.readouterr().err
     assert said in message and message.count("\n") == 1
+
+
+def test_a_folder_where_a_run_is_still_writing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with checkpoint.claimed(tmp_path / "run"):
+        assert launch.start(layout_file(tmp_path, 2), [], True, never) == launch.MISTAKE
+    message = capsys.readouterr().err
+    assert "run: another run is still writing to it; wait" in message and message.count("\n") == 1
+
+
+def test_a_step_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing starts from random weights instead, and a misspelt folder is not made."""
+    file = layout_file(tmp_path, 1)
+    for step in (4, 8):
+        checkpoint.save(tmp_path / "run", checkpoint.Record(step, {}, ""), {})
+    for folder, said in (("run", "has step-4, step-8"), ("rum", "has no checkpoint")):
+        assert launch.start(file, ["run.resume=7", f"run.folder={tmp_path / folder}"], True) == launch.MISTAKE
+        line = f"{tmp_path / folder / 'step-7'} does not exist; {tmp_path / folder} {said}\n"
+        assert capsys.readouterr().err == line
+    assert not (tmp_path / "rum").exists()
 
 
 # ------------------------------------------------------------------------------------------------ one process

@@ -1,16 +1,18 @@
 """Layouts: good ones mean what they say, bad ones are one line: the place, the value and the way out."""
 
+import math
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from dtrain import layout
 from dtrain.axes import DIMS, split
-from dtrain.hardware import LINKS
+from dtrain.hardware import LINKS, show_size
 from dtrain.layout import LayoutError, load, loads
 from dtrain.mesh import Mesh, all_groups
 from dtrain.program.schedule import coordinate_of
@@ -966,6 +968,34 @@ def test_place(tmp_path):
         ["cluster.gpus_per_node=512", "mesh.fsdp.size=512", "data.batch=512", f"run.folder={tmp_path}"],
     )
     assert any("cluster.gpus_per_node: 512; this machine has" in note for note in layout.check_place(many))
+
+
+def test_a_disk_without_room_for_checkpoints(tmp_path, monkeypatch):
+    """None fits: a run is refused. One does, and those that a run comes to hold do not: a warning."""
+    free = [0]
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free[0]))
+    words = [f"run.folder={tmp_path}", "run.steps=10", "run.save_every=2"]
+    x = load(SHIPPED[0].parent / "one-process.yaml", words)
+    size = 12 * sum(
+        math.prod(p.shape) * (x.model.fields["layers"] if s == "block" else 1)
+        for s, params in layout.family(x)[0].params(layout.family(x)[1]).items()
+        for p in params.values()
+    )
+    shown = show_size(size)
+    for free[0], refused, warned in ((size - 1, 1, 0), (size, 0, 1), (5 * size - 1, 0, 1), (5 * size, 0, 0)):
+        assert (len(layout.check_place(x)), len(layout.room_notes(x))) == (refused, warned), free
+    free[0] = 2 * size
+    assert layout.room_notes(x) == [
+        f"override run.folder={tmp_path}: run.folder: '{tmp_path}'; 5 checkpoints of {shown} do not fit: "
+        f"{tmp_path} has {show_size(2 * size)} free; run.keep removes old ones"
+    ]
+    # With the last one kept two are there at a time, and step 4 where each fourth step stays.
+    for keep, count in (("{last: 1}", 2), ("{last: 1, every: 4}", 3), ("{last: 8}", 5)):
+        x = load(SHIPPED[0].parent / "one-process.yaml", [*words, f"run.keep={keep}"])
+        free[0] = count * size
+        assert layout.room_notes(x) == [], keep
+        free[0] -= 1
+        assert len(layout.room_notes(x)) == 1, keep
 
 
 # -------------------------------------------------------------------------------------------- the reference

@@ -189,6 +189,10 @@ def test_mistakes_are_one_line_and_nothing_starts(tmp_path: Path) -> None:
         ("5 needs a --temperature above 0", "--top-k", 5),
         ("0.5 needs a --temperature above 0", "--top-p", 0.5),
         ("give a probability above 0", "--temperature", 1, "--top-p", 0),
+        ("give a probability above 0", "--temperature", 1, "--top-p", 1.1),
+        ("give a number from 0", "--temperature", "nan"),
+        ("give a number from 0", "--temperature", "inf"),
+        ("give a number from 0", "--temperature", -1),
         ("allowed: fp32, bf16, fp16, fp64", "--precision", "fp8"),
     ):
         result = dtrain(tmp_path / "llama", "-p", "a", *words)

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from test_train import alone, make, rows, tensors
 
 from dtrain import checkpoint
 from dtrain.checkpoint import CheckpointError, Piece, Record, SaveConfig, Saver, saving
+from dtrain.layout import Layout
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -120,6 +122,12 @@ def test_a_run_that_fails_completes_what_it_was_writing(tmp_path: Path, monkeypa
 # ------------------------------------------------------------------------------------------------- several ranks
 
 
+def forkserver() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "dtrain.train", "torch.distributed.checkpoint", "dtrain.models.llama"])
+    return context
+
+
 def _rank(rank: int, world: int, port: int, folder: Path, work: Callable[..., Any], out: Any) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
@@ -133,8 +141,7 @@ def _rank(rank: int, world: int, port: int, folder: Path, work: Callable[..., An
 
 def on_ranks(world: int, folder: Path, work: Callable[..., Any]) -> list[Any]:
     """What `work(config)` gave in a process a rank, over gloo, or the error that it raised."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "dtrain.train", "torch.distributed.checkpoint", "dtrain.models.llama"])
+    context = forkserver()
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -193,7 +200,55 @@ def test_the_failure_of_one_rank_is_that_of_all(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
 
 
+def _a_disk_of_its_own(cfg: SaveConfig) -> None:
+    mine = replace(cfg, folder=cfg.folder / f"node-{cfg.rank}")
+    Saver(mine).save(Record(1, {}, ""), pieces(1.0, cfg.rank, cfg.world))
+
+
+def test_a_folder_that_is_another_one_on_each_node(tmp_path: Path) -> None:
+    """The first save tells, not the day when the run is to go on."""
+    for rank, said in enumerate(on_ranks(2, tmp_path, _a_disk_of_its_own)):
+        assert f"rank 1 does not see {tmp_path}/node-{rank}/step-1.tmp, which rank 0 made: run.folder must" in said
+        assert said.endswith("be on a disk that all nodes share; there is no older one")
+    assert not list(tmp_path.rglob("step-*"))
+
+
 # --------------------------------------------------------------------------------------------------------- a run
+
+
+def _slow_at_the_second(layout: Layout) -> None:
+    original, calls = saving.write_part, [0]
+
+    def write(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 2:
+            args[0].joinpath("__0_0.distcp").write_bytes(b"the first bytes")
+            time.sleep(600)
+        return original(*args)
+
+    saving.write_part = write  # type: ignore[assignment]
+    alone(layout)
+
+
+def test_a_run_that_is_killed_while_it_writes_goes_on_from_the_one_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Step 4 is being written in the background when the process is killed: step 2 is still there, and is told."""
+    options = ("run.steps=6", "run.save_every=2", "run.background_save=wait", "run.keep={last: 1}")
+    layout = make(tmp_path, *options)
+    process = forkserver().Process(target=_slow_at_the_second, args=(layout,))
+    process.start()
+    end = time.monotonic() + 60
+    while not (tmp_path / "step-4.tmp" / "__0_0.distcp").exists():
+        assert time.monotonic() < end and process.is_alive()
+        time.sleep(0.02)
+    process.kill()
+    process.join()
+    assert checkpoint.steps(tmp_path) == [2] and checkpoint.problems(tmp_path / "step-2") == []
+    alone(layout, quiet=False)
+    assert f"going on after step 2, from {tmp_path / 'step-2'}" in capsys.readouterr().out
+    assert [step for step, _ in rows(layout, "loss")] == [1, 2, 3, 4, 5, 6]
+    assert {p.name for p in tmp_path.glob("step-*")} == {"step-6"}
 
 
 def test_a_run_that_saves_in_the_background_is_the_same_run(

@@ -215,6 +215,10 @@ def test_no_valid_label_on_any_replica_is_a_finite_step_without_gradient() -> No
 # reports that are not listed are about parts that do not exist yet. Of B23, B104 and B106 what context parallelism
 # would be asked for is left, as cp above 1 is refused; B106's labels are held to both ways in which it would cut them.
 # B110's workers are the thread that reads ahead.
+#
+# B41: no rows of q and k are moved, since rotary pairs lie half a head apart here as in transformers' folders.
+# B43: the report's value at index 63 is misprinted; 5e5^(-126/128) / 8 is 3.068926e-7.
+# B45: no rotary table is a buffer that could hold what memory held: a step computes its own, from positions.
 TABLE: dict[str, str] = {
     "B01": "test_mutants.py::test_a_mutant_is_caught",
     "B02": "test_user_reports.py::test_layouts_match_one_process_in_fp32",
@@ -243,20 +247,36 @@ TABLE: dict[str, str] = {
     "B37": "test_layout.py::test_batches_are_never_truncated",
     "B39": "test_gloo.py::test_five_steps_equal_one_process",
     "B41": "test_hf.py::test_what_is_read_has_the_logits_of_transformers",
-    "B43": "test_ops.py::test_llama31_frequencies",
+    "B43": "test_ops.py::test_llama31_frequencies "
+    "test_hf.py::test_what_would_change_the_mathematics_is_refused_by_name",
     "B45": "test_ops.py::test_rotary_tables_are_fp32_for_every_smaller_dtype",
     "B46": "test_hf.py::test_rotary_settings_are_under_old_and_new_keys",
-    "B48": "test_convert.py::test_from_a_folder_over_ranks_to_a_folder",
-    "B49": "test_hf.py::test_ties_are_told",
-    "B50": "test_hf.py::test_an_index_names_each_tensor_once_and_where_it_is",
-    "B53": "test_convert.py::test_from_a_folder_over_ranks_to_a_folder",
+    "B48": "test_convert.py::test_vocabularies_that_are_padded_are_cut",
+    "B49": "test_hf.py::test_ties_are_told test_convert.py::test_from_a_folder_over_ranks_to_a_folder",
+    "B50": "test_convert.py::test_from_a_folder_over_ranks_to_a_folder "
+    "test_hf.py::test_an_index_names_each_tensor_once_and_where_it_is",
+    "B53": "test_hf.py::test_what_is_read_has_the_logits_of_transformers "
+    "test_hf.py::test_as_many_tokens_as_positions_and_no_more",
     "B54": "test_models.py::test_bert_counts_masked_tokens_only_and_class_zero_too",
-    "B58": "test_checkpoint.py::test_the_latest_is_the_largest_number_and_foreign_names_are_left_alone",
-    "B65": "test_train.py::test_a_resumed_run_is_the_uninterrupted_one",
+    "B55": "test_saving.py::test_a_run_that_is_killed_while_it_writes_goes_on_from_the_one_before "
+    "test_damage.py::test_killed_full_and_damaged_the_newest_whole_one_loads",
+    "B57": "test_layout.py::test_a_disk_without_room_for_checkpoints test_checkpoint.py::test_a_disk_that_fills_up",
+    "B58": "test_checkpoint.py::test_the_latest_is_the_largest_number_and_foreign_names_are_left_alone "
+    "test_saving.py::test_pruning_keeps_the_last_and_each_so_many",
+    "B60": "test_launch.py::test_a_step_that_is_not_there",
+    "B61": "test_strict.py::test_a_loaded_model_of_more_or_fewer_layers test_checkpoint.py::test_loading_is_strict",
+    "B63": "test_train.py::test_a_run_goes_on_under_any_layout "
+    "test_layout_free.py::test_saved_under_one_layout_and_restored_under_another",
+    "B64": "test_saving.py::test_a_folder_that_is_another_one_on_each_node",
+    "B65": "test_train.py::test_a_resumed_run_is_the_uninterrupted_one "
+    "test_layout_free.py::test_saved_under_one_layout_and_restored_under_another",
+    "B66": "test_order.py::test_a_step_sees_the_same_samples_under_every_layout "
+    "test_train.py::test_a_run_goes_on_under_any_layout",
     "B68": "test_train.py::test_a_resumed_run_is_the_uninterrupted_one",
     "B70": "test_optim.py::test_rates_do_not_depend_on_where_a_run_starts_or_stops",
-    "B71": "test_checkpoint.py::test_what_may_change_on_resume",
-    "B73": "test_launch.py::test_sigterm_to_one_rank_stops_all_at_the_same_step",
+    "B71": "test_train.py::test_a_finished_run_says_so_and_can_be_extended",
+    "B73": "test_launch.py::test_sigterm_to_one_rank_stops_all_at_the_same_step "
+    "test_train.py::test_evaluation_counts_every_sequence_once",
     "B77": "test_compile.py::test_nothing_is_compiled_after_the_first_step",
     "B79": "test_compile.py::test_recomputation_and_dropout_under_compile_are_the_uncompiled_run",
     "B80": "test_compile.py::test_a_compiled_segment_equals_the_uncompiled_one",

@@ -8,7 +8,7 @@ start      a run's first weights, of a Hugging Face folder or of a checkpoint
 tensors    a rank's shards as pieces of global, unpadded tensors, through torch.distributed.checkpoint
 """
 
-from dtrain.checkpoint.folder import Record, candidates, choose, compare, find, latest, read, steps, verify
+from dtrain.checkpoint.folder import Record, candidates, choose, claimed, compare, find, latest, read, steps, verify
 from dtrain.checkpoint.manifest import problems
 from dtrain.checkpoint.saving import SaveConfig, Saver, open_saver, save
 from dtrain.checkpoint.start import read_weights, starting_weights
@@ -22,6 +22,7 @@ __all__ = [
     "Saver",
     "candidates",
     "choose",
+    "claimed",
     "compare",
     "find",
     "latest",

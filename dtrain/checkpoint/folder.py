@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,40 @@ def _empty(path: Path) -> bool:
 def latest(folder: Path) -> int | None:
     """The last step with a checkpoint, None without one."""
     return max(steps(folder), default=None)
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Make a run's folder, and keep other runs out of it while open: two would write over each other's checkpoints.
+
+    Raises CheckpointError where another process has it. A disk that knows no locks keeps nobody out.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY) if os.name != "nt" else None
+    except OSError as error:
+        raise CheckpointError(f"run.folder {folder}: {error.strerror}") from error
+    try:
+        if handle is not None and _taken(handle):
+            raise CheckpointError(
+                f"run.folder {folder}: another run is still writing to it; wait for its end, or choose another one"
+            )
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _taken(handle: int) -> bool:
+    import fcntl  # not on Windows
+
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def find(folder: Path, step: int) -> Path:

@@ -6,6 +6,7 @@ out is what transformers takes then. A value that a family here cannot compute i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -157,12 +158,16 @@ def _rope(config: Mapping[str, Any]) -> dict[str, object]:
     blocks = {key: config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)}
     found = {}
     for key, block in blocks.items():
+        if not isinstance(block, Mapping):
+            raise _bad(key, block, f"give a table of {', '.join(sorted(_ROPE_KEYS))}")
         unknown = sorted(set(block) - _ROPE_KEYS)
         if unknown:
             raise _bad(f"{key}.{unknown[0]}", block[unknown[0]], f"allowed: {', '.join(sorted(_ROPE_KEYS))}")
         name = block.get("rope_type", block.get("type", "default"))
         if name not in ("default", "llama3"):
             raise _bad(f"{key}.rope_type", name, "allowed: default, llama3")
+        for k in (*_ROPE.values(), "rope_theta"):
+            _positive(f"{key}.{k}", block.get(k, 1))
         lacks = [k for k in _ROPE.values() if k not in block] if name == "llama3" else []
         if lacks:
             raise HFError(f"config.json: {key}.{lacks[0]} is missing")
@@ -172,12 +177,18 @@ def _rope(config: Mapping[str, Any]) -> dict[str, object]:
         found[key] = values
     if len({str(v) for v in found.values()}) > 1:
         raise HFError("config.json: rope_parameters and rope_scaling disagree; keep the right one")
+    _positive("rope_theta", config.get("rope_theta", 1))
     thetas = [b["rope_theta"] for b in (*blocks.values(), config) if "rope_theta" in b]
     if len(set(thetas)) > 1:
         raise _bad("rope_theta", " and ".join(map(str, dict.fromkeys(thetas))), "keep the right one")
     scaling = next(iter(found.values()), None)
     theta = float(thetas[0]) if thetas else 10_000.0
     return {"rope_theta": theta} | ({"rope_scaling": scaling} if scaling else {})
+
+
+def _positive(key: str, value: object) -> None:
+    if type(value) not in (int, float) or not 0 < value < math.inf:  # type: ignore[operator]
+        raise _bad(key, value, "give a number above 0")
 
 
 def kind_of(family: str, cfg: Any) -> str:

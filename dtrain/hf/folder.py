@@ -129,9 +129,12 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
     index = path / "model.safetensors.index.json"
     if index.is_file():
         try:
-            placed: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (OSError, ValueError, KeyError) as error:
+            placed: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise HFError(f"{index} cannot be read: {type(error).__name__} {error}") from error
+        odd = next((f for f in placed.values() if not isinstance(f, str) or Path(f).name != f), None)
+        if odd is not None:
+            raise HFError(f"{index} names {odd!r}; files of weights are beside it")
         out: dict[Path, list[str] | None] = {}
         for name, file in placed.items():
             names = out.setdefault(path / file, [])
@@ -173,11 +176,12 @@ def write_folder(
     config: Mapping[str, Any],
     beside: Path | None = None,
     shard_bytes: int = 5 * 10**9,
+    also: Callable[[Path], None] = lambda folder: None,
 ) -> list[Path]:
     """Write a model as a new folder, and return its files of weights.
 
     `fetch(path)` gives one whole parameter; one tensor is in memory at a time. `beside` is a folder whose tokenizer
-    and generation config come along. The folder appears when it is complete. Raises HFError.
+    and generation config come along, and `also` may add to the folder. It appears when it is complete. Raises HFError.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise HFError(f"{path} exists already and is not overwritten")
@@ -197,9 +201,10 @@ def write_folder(
         parts = [home.out_of(fetch(where)).to(precision) for where, home in made[name]]
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.absolute().with_name(path.absolute().name + ".tmp")
+    if temporary.exists():
+        raise HFError(f"{temporary} is in the way; if it is of an export that was killed, remove it")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         for name, shard in zip(names, shards, strict=True):
             _write(temporary / name, {n: shapes[n] for n in shard}, precision, tensor)
@@ -212,12 +217,14 @@ def write_folder(
         if not (temporary / "generation_config.json").exists() and family != "bert":
             marks = {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in config}
             _json(temporary / "generation_config.json", marks)
+        also(temporary)
         if path.exists():
             path.rmdir()
         os.rename(temporary, path)
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise HFError(f"{path} cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return [path / name for name in names]
 
 
@@ -229,10 +236,14 @@ def copy_beside(source: Path | None, out: Path, leave: Sequence[str] = ()) -> No
 
 
 def keep(source: Path, out: Path) -> None:
-    """Copy config.json and what goes along with the weights into `out/hf`, where an export finds them again."""
-    (out / KEPT).mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source / "config.json", out / KEPT / "config.json")
-    copy_beside(source, out / KEPT)
+    """Copy config.json and what goes along with the weights into `out/hf`, where an export finds them again. Raises
+    HFError."""
+    try:
+        (out / KEPT).mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / "config.json", out / KEPT / "config.json")
+        copy_beside(source, out / KEPT)
+    except OSError as error:
+        raise HFError(f"{error.filename or out / KEPT}: {error.strerror or error}") from error
 
 
 def _shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int, limit: int) -> list[list[str]]:

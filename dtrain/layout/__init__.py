@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from dtrain.hardware import nearest
 from dtrain.layout import checks, placement, rules
-from dtrain.layout.checks import check_place
+from dtrain.layout.checks import check_place, room_notes
 from dtrain.layout.derived import (
     Tables,
     coords,
@@ -64,6 +64,7 @@ __all__ = [
     "microbatches",
     "pad",
     "pp_of",
+    "room_notes",
     "schema_keys",
     "stage_layers",
     "stage_of",

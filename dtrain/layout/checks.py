@@ -15,6 +15,7 @@ import torch
 
 from dtrain import ops
 from dtrain.axes import ParamTree
+from dtrain.hardware import show_size
 from dtrain.layout.derived import data_parallel, family, lengths, stages
 from dtrain.layout.errors import at, divisors, fail, listed, show_dims
 from dtrain.layout.reader import show
@@ -333,9 +334,7 @@ def check_place(layout: Layout) -> list[str]:
             name = f"{path}.idx" if source == "megatron" and not path.endswith((".idx", ".bin")) else path
             if "://" not in path and not glob.glob(name, recursive=True):
                 found.append(f"{at(layout, key)}: {key}: {path!r}; matches no file from {os.getcwd()}")
-    folder = Path(layout.run.folder or ".").absolute()
-    while not folder.exists():
-        folder = folder.parent
+    folder = _nearest_folder(layout)
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         found.append(f"{at(layout, 'run.folder')}: run.folder: {layout.run.folder!r}; {folder} cannot be written to")
     else:
@@ -343,9 +342,34 @@ def check_place(layout: Layout) -> list[str]:
         if need > free:
             found.append(
                 f"{at(layout, 'run.folder')}: run.folder: {layout.run.folder!r}; a checkpoint takes "
-                f"{need / 2**30:.1f} GiB and {folder} has {free / 2**30:.1f} GiB free"
+                f"{show_size(need)} and {folder} has {show_size(free)} free"
             )
     return found
+
+
+def room_notes(layout: Layout) -> list[str]:
+    """A line where one checkpoint fits on the disk, and those that a new run comes to hold do not."""
+    run, folder = layout.run, _nearest_folder(layout)
+    older = range(run.save_every or run.steps, run.steps, run.save_every or 1)  # than the last one
+    count = len(older) + 1
+    if run.keep:  # an old one goes once the new one is there
+        every = run.keep.every or run.steps
+        count = min(count, run.keep.last + 1 + sum(step % every == 0 for step in older[: -run.keep.last]))
+    one, free = _checkpoint_bytes(layout), shutil.disk_usage(folder).free
+    if not one <= free < count * one:
+        return []
+    return [
+        f"{at(layout, 'run.folder')}: run.folder: {layout.run.folder!r}; {count} checkpoints of {show_size(one)} "
+        f"do not fit: {folder} has {show_size(free)} free; run.keep removes old ones"
+    ]
+
+
+def _nearest_folder(layout: Layout) -> Path:
+    """`run.folder`, or what is there of the path to it."""
+    folder = Path(layout.run.folder or ".").absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
 
 
 def _checkpoint_bytes(layout: Layout) -> int:

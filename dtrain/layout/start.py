@@ -27,10 +27,15 @@ def started(model: dict[str, Any], where: Where) -> dict[str, Any]:
     if not folder.is_dir():
         raise wrong("model.load", f"{show(path)}; no such folder (looked from {Path.cwd()})")
     if (folder / "run.json").is_file():
-        return _saved(folder) | model
-    steps = sorted(folder.glob("step-*"))
+        try:
+            return _saved(folder) | model
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            why = " ".join(str(error).split())
+            raise wrong("model.load", f"{show(path)}; its run.json cannot be read: {why}") from None
+    steps = {int(p.name[5:]): p for p in folder.glob("step-*") if p.name[5:].isdecimal()}
     if steps and not (folder / "config.json").is_file():
-        raise wrong("model.load", f"{show(path)}; a run's folder; name one of its checkpoints, as in {steps[-1]}")
+        latest = steps[max(steps)]
+        raise wrong("model.load", f"{show(path)}; a run's folder; name one of its checkpoints, as in {latest}")
     try:
         family, fields = hf.model(folder)
     except hf.HFError as error:
