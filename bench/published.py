@@ -49,7 +49,8 @@ Say = Callable[[str], None]
 PACKAGE = Path(dtrain.__file__).parent
 # What lowering and memory are made of.
 LOWERING = (
-    *("program/*.py", "models/*.py", "layout/*.py", "plan/__init__.py", "plan/memory.py", "plan/loads.py"),
+    *("program/*.py", "models/*.py", "layout/*.py"),
+    *(f"plan/{name}.py" for name in ("__init__", "memory", "footprint", "liveness", "loads")),
     *("axes.py", "hardware.py", "mesh.py", "ops.py", "rng.py", "sharding.py", "storage.py"),
 )
 LEAST = 4  # rows of a sweep, below which an order says nothing

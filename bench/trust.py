@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain import layout, plan, train
-from dtrain.plan import Plan, memory
+from dtrain.plan import Plan, footprint
 from dtrain.plan.ledger import ledger
 from dtrain.program import interpret
 from dtrain.program.lower import Job, Program, lower
@@ -130,8 +130,8 @@ def storages(*tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def holds(slots: Any, state: State, reading: Iterable[Tensor] = ()) -> dict[str, int]:
-    """Bytes that a rank holds in a step, by the kinds of `dtrain.plan.memory`, each piece of memory once. `reading` is
-    what collectives in flight still read."""
+    """Bytes that a rank holds in a step, by the kinds of `dtrain.plan.footprint`, each piece of memory once. `reading`
+    is what collectives in flight still read."""
     rest = storages(state.weights.rest.values())
     masters = storages(state.weights.masters.values())
     moments = storages(state.moments.exp_avg, state.moments.exp_avg_sq)
@@ -164,7 +164,7 @@ def watched(made: Plan, program: Program, rank: int, port: int, folder: str, ans
     copies of `train` and `interpret` tell of the step."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     pp = made.job.mesh.coordinates(rank).get("pp", 0)
-    recorder, said, slots, alike = Recorder(), list(memory.held(made, program, pp)), [], []
+    recorder, said, slots, alike = Recorder(), list(footprint.held(made, program, pp)), [], []
     most: dict[str, list[int]] = {kind: [0, 0, 0] for kind in KINDS}  # said and held, and the worst difference
     begin, make_slots = train.training_step, interpret._Slots
 

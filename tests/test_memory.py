@@ -23,7 +23,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dtrain import optim, verify
 from dtrain.mesh import SimulatedGroup, _Meeting, group_size, pipeline_groups
 from dtrain.plan import Plan
-from dtrain.plan.memory import flow, held, memory
+from dtrain.plan.footprint import held
+from dtrain.plan.liveness import flow
+from dtrain.plan.memory import memory
 from dtrain.program import interpret
 from dtrain.program.compile import uncompiled
 from dtrain.program.interpret import Place, Step, bind, initial_weights, publish, run
@@ -31,6 +33,8 @@ from dtrain.program.lower import Graph, Program, lower
 from dtrain.program.schedule import Action
 from dtrain.program.update import State, UpdateConfig, make_update
 from dtrain.torch_private import register_group, unregister_group
+
+GRAPH = "run.cuda_graph=true"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -310,6 +314,20 @@ def test_another_schedule() -> None:
         first = actions.index(Action("F", 1, 0))
         layer = said[first].after["saved"]
         assert layer and max(m.after["saved"] for m in said) == flying * layer
+
+
+def test_a_replayed_step() -> None:
+    """A CUDA graph reads a copy of the batch (4 rows of 8 tokens, labels and a number), and makes new weights at rest
+    before they are copied over the old ones."""
+    more = ("cluster.gpu=h100-sxm", "run.precision=bf16", "shard.optimizer={embed: dp}")
+    made, program = tiny.make("llama", "dp2", more), tiny.program("llama", "dp2", more)
+    plain, replayed = (list(held(tiny.make("llama", "dp2", key), program, 0)) for key in (more, (*more, GRAPH)))
+    batch, rest = 4 * (8 + 8 + 1) * 8, plain[-1].after["parameters"]
+    assert made.train[0][-1].kind == "UPDATE" and rest
+    for a, b in zip(plain[:-1], replayed[:-1], strict=True):
+        assert b.most - a.most == b.after["carried"] - a.after["carried"] == batch
+    assert sum(replayed[-1].after.values()) == sum(plain[-1].after.values()) + batch
+    assert replayed[-1].most >= sum(replayed[-1].after.values()) + rest
 
 
 # --------------------------------------------------------------------------------------------------------- a graph

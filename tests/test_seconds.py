@@ -11,11 +11,14 @@ import torch
 from torch import fx
 
 from dtrain import hardware, layout
+from dtrain.plan import ledger as ledgers
 from dtrain.plan import seconds as sec
 from dtrain.plan.ledger import Level
+from dtrain.plan.predict import predict
 from dtrain.plan.seconds import CONSTANTS, Constants, Machine, Piece
-from dtrain.program import cost
+from dtrain.program import async_tp, cost
 from dtrain.program.lower import Graph
+from dtrain.program.passes import Cut
 
 PLAIN = Constants(matmul=0.5, memory=0.5, gap=0.0, link=0.5, net=0.5, overlap=0.0)
 
@@ -261,6 +264,55 @@ run: {steps: 1, precision: bf16}
     assert took < 2**30 / (900e9 * machine.constants.link) + 1e-3
 
 
+def test_a_dim_over_two_racks_is_booked_on_both_links() -> None:
+    """Two NVL72 racks of trays of 4: tp 8 spans two trays and is all NVLink, of dp 18 nine replicas share a rack."""
+    racks = layout.loads(
+        """
+cluster: {nodes: 36, gpus_per_node: 4, gpu: gb200, nvlink_domain: 72}
+mesh: {dp: {size: 18, link: [nvlink, ib]}, tp: {size: 8, link: nvlink}}
+shard:
+  params:  {heads: tp, kv_heads: tp, mlp: tp, vocab: tp}
+  compute: {heads: tp, kv_heads: tp, mlp: tp, vocab: tp, batch: dp}
+model: {family: llama, layers: 1, embed: 64, heads: 8, mlp: 64, vocab: 64}
+data: {source: synthetic, seq: 8, batch: 18}
+run: {steps: 1, precision: bf16}
+"""
+    )
+    p = predict(racks)
+    assert [(x.link, x.ranks) for x in ledgers.levels(racks, "tp")] == [("nvlink", 8)]
+    assert [(x.link, x.ranks) for x in ledgers.levels(racks, "dp")] == [("nvlink", 9), ("ib", 2)]
+    (sums,) = [e for e in p.ledger[0] if e.phase == "reduce" and e.segment == "block" and e.dims == ("dp",)]
+    near, far = sums.shares
+    assert (near, far) == pytest.approx((2 * 8 / 9 * sums.bytes, 2 * 1 / 2 * sums.bytes / 9))
+    assert ledgers.by_link(p.ledger[0])["ib"] >= far
+
+
+@pytest.mark.parametrize(
+    ("trays", "dp", "domain", "refused"),
+    [
+        (4, 1, 72, None),
+        (16, 4, 72, None),
+        (4, 1, 4, "tp 16 leaves its node of 4"),
+        (36, 9, 72, "leaves its node of 72"),
+    ],
+)
+def test_tp_16_over_trays_needs_their_nvlink(trays: int, dp: int, domain: int, refused: str | None) -> None:
+    """Trays of 4 in a rack of 72, of which it may use a part. In two whole racks the fifth group would lie in both."""
+    text = f"""
+cluster: {{nodes: {trays}, gpus_per_node: 4, gpu: gb200, nvlink_domain: {domain}}}
+mesh: {{dp: {{size: {dp}}}, tp: {{size: 16}}}}
+shard: {{params: {{mlp: tp}}, compute: {{mlp: tp, batch: dp}}}}
+model: {{family: llama, layers: 1, embed: 64, heads: 16, mlp: 64, vocab: 64}}
+data: {{source: synthetic, seq: 8, batch: {dp}}}
+run: {{steps: 1, precision: bf16}}
+"""
+    if refused is None:
+        assert layout.levels(layout.loads(text), "tp", 16) == (("nvlink", 16),)
+    else:
+        with pytest.raises(layout.LayoutError, match=refused):
+            layout.loads(text)
+
+
 # --------------------------------------------------------------------------------------------------------- graphs
 
 
@@ -289,3 +341,54 @@ def test_a_graph_alone_takes_its_kernels_and_its_collectives() -> None:
         Piece("start", 1.0, stream="tp", name="b"), Piece("start", 1.0, stream="tp", name="c"), Piece("wait", name="c"),
     ]  # fmt: skip
     assert sec.at_once(parts) == (1.5, 1.5 + 2.0)
+
+
+# ------------------------------------------------------------------- collectives in one operation with their products
+
+
+def fused_launches(name: str) -> list[cost.Launch]:
+    g = tiny.segment("llama", "block", "tp4").graphs[name]
+    cut = async_tp.fuse(Cut(g.module, g.inputs, g.outputs)).cut
+    return cost.launches(cut.module.graph, cut.inputs, cut.outputs, fused=True)
+
+
+def test_a_fused_gather_has_its_bytes_and_its_products() -> None:
+    """A block's forward over 4 ranks, 8 tokens of 16 doubles; q k v of the first gather, gate and up of the second."""
+    found = [x for x in fused_launches("forward") if isinstance(x, cost.Together)]
+    assert [(x.collective.op, x.collective.bytes, x.ranks) for x in found] == [
+        (op, 8 * 16 * 8, 4) for op in ("all_gather_into_tensor", "reduce_scatter_tensor") * 2
+    ]
+    shapes = [[(k.does.m, k.does.n, k.does.k) for k in x.kernels if isinstance(k.does, cost.Product)] for x in found]
+    assert shapes == [[(8, 4, 16)] * 3, [(8, 16, 4)], [(8, 6, 16)] * 2, [(8, 16, 6)]]
+    last = found[1].kernels[-1]
+    assert (last.op, last.read, last.written) == ("sum", 8 * 16 * 8, 2 * 16 * 8)  # parts of four ranks, added up
+
+
+def test_fusing_moves_work_and_adds_none() -> None:
+    """The same products, the same bytes on the wire; and no kernel but the sums of what came."""
+    g = tiny.segment("llama", "block", "tp4").graphs["forward"]
+    before, after = cost.launches(g.module.graph, g.inputs, g.outputs, fused=True), fused_launches("forward")
+    inside = [k for x in after if isinstance(x, cost.Together) for k in x.kernels]
+    kernels = [x for x in after if isinstance(x, cost.Kernel)]
+    assert not any(isinstance(x, (cost.Collective, cost.Wait)) for x in after)
+    for op in ("mm", "attention"):
+        was = [k.does for k in before if isinstance(k, cost.Kernel) and k.op == op]
+        assert sorted(map(str, was)) == sorted(str(k.does) for k in (*inside, *kernels) if k.op == op)
+    wire = sum(x.bytes for x in before if isinstance(x, cost.Collective))
+    assert wire == sum(x.collective.bytes for x in after if isinstance(x, cost.Together))
+
+
+@pytest.mark.parametrize(("rate", "waits"), [(1e15, 0.0), (1e9, 1.0)])
+def test_what_is_fused_takes_as_long_as_the_slower_of_the_two(rate: float, waits: float) -> None:
+    """Four parts, one of which is here. Over a fast link the kernels never wait; over a slow one all but the kernels of
+    one part run while the other three parts travel."""
+    machine = on("h100-sxm", PLAIN, nvlink=rate)
+    product = cost.Kernel("mm", 0, 0, does=cost.Product(2**14, 2**13, 2**13, 1, torch.bfloat16))
+    gather = cost.Collective("all_gather_into_tensor", "tp", 2**28, "gather")
+    level = (Level("tp", "nvlink", 4),)
+    run = sec.kernel(machine, product)
+    (piece,) = sec.pieces(machine, [cost.Together(gather, 4, (product,))], lambda group: level)
+    wire = sec.collective(machine, gather.op, gather.bytes, level)
+    assert piece.kind == "run" and piece.seconds == pytest.approx(run)
+    assert piece.wire == pytest.approx(waits * (wire + run / 4 - run)) and (piece.wire > 0) == (waits > 0)
+    assert sec.at_once([piece]) == (pytest.approx(run), pytest.approx(piece.wire))

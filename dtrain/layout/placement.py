@@ -28,16 +28,21 @@ class _Step(NamedTuple):
         return self.inside * self.size
 
 
+def _domain(cluster: Cluster) -> int:
+    """How many GPUs of the cluster NVLink joins: a rack may have more than are used."""
+    return min(cluster.nvlink_domain or cluster.gpus_per_node, cluster.nodes * cluster.gpus_per_node)
+
+
 def _local(cluster: Cluster) -> tuple[str, int]:
     """The fast link inside a node or NVLink domain, and how many GPUs it joins."""
     if "nvlink" in cluster.links:
-        return "nvlink", cluster.nvlink_domain or cluster.gpus_per_node
+        return "nvlink", _domain(cluster)
     return "pcie" if "pcie" in cluster.links else "loopback", cluster.gpus_per_node
 
 
 def _reach(cluster: Cluster, link: str) -> int:
     """How many neighbouring ranks a link joins; 0 means all."""
-    return {"ib": 0, "nvlink": cluster.nvlink_domain or cluster.gpus_per_node}.get(link, cluster.gpus_per_node)
+    return {"ib": 0, "nvlink": _domain(cluster)}.get(link, cluster.gpus_per_node)
 
 
 def _fits(block: int, reach: int) -> bool:

@@ -7,9 +7,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dtrain.program import async_tp
 from dtrain.program.compile import GRAPH_OF
 from dtrain.program.cost import Launch, launches
 from dtrain.program.lower import Program, Segment
+from dtrain.program.passes import Cut, pieces
 
 
 @dataclass(frozen=True)
@@ -35,23 +37,27 @@ class Loads:
     whole: int
 
 
-def loads_of(program: Program, compiled: bool) -> Loads:
-    """The loads of a program whose graphs that compute are compiled, or none."""
+def loads_of(program: Program, compiled: bool, fuse: bool = False) -> Loads:
+    """The loads of a program whose graphs that compute are compiled, or none; with `fuse`, with collectives over tp in
+    one operation with products (`async_tp`)."""
     act = program.segments["embed"].act
     assert act is not None
     return Loads(
-        {name: _load(s, compiled) for name, s in program.segments.items()},
+        {name: _load(s, compiled, fuse) for name, s in program.segments.items()},
         math.prod(act[0]) * act[1].itemsize,
         program.job.dtype.itemsize,
         program.job.master.itemsize,
     )
 
 
-def _load(s: Segment, compiled: bool) -> Load:
+def _load(s: Segment, compiled: bool, fuse: bool) -> Load:
     graphs, sums = {}, {}
     for name, g in s.graphs.items():
-        fused = compiled and name in GRAPH_OF.values()
-        graphs[name] = tuple(launches(g.module.graph, g.inputs, g.outputs, fused))
+        compiles = compiled and name in GRAPH_OF.values()
+        parts = [Cut(g.module, g.inputs, g.outputs)]
+        if compiles and fuse:
+            parts = [async_tp.fuse(part).cut for part in pieces(parts[0])]
+        graphs[name] = tuple(x for p in parts for x in launches(p.module.graph, p.inputs, p.outputs, compiles))
         sums[name] = sum(math.prod(s.stored[o[12:]].local) for o in g.outputs if o.startswith("grad:params:"))
     early = any(x.grads for x in s.stored.values())
     each = sum(math.prod(x.shape(x.grads)) for x in s.stored.values())

@@ -308,11 +308,25 @@ def pieces(
         elif isinstance(one, cost.Wait):
             out.append(Piece("wait", name=one.name))
         else:
-            run = kernel(on, one)
+            run, wire = together(on, one, levels) if isinstance(one, cost.Together) else (kernel(on, one), 0.0)
             if out and out[-1].kind == "run":
-                run += out.pop().seconds
-            out.append(Piece("run", run))
+                last = out.pop()
+                run, wire = run + last.seconds, wire + last.wire
+            out.append(Piece("run", run, wire))
     return tuple(out)
+
+
+def together(on: Machine, of: cost.Together, levels: Callable[[str], tuple[Level, ...]]) -> tuple[float, float]:
+    """Seconds of the kernels of a collective that is one operation with them, and seconds that they wait for it.
+
+    Over n ranks there are n parts, of which one stays here: kernels work on a part while the next one travels, so that
+    all of it takes as long as the kernels, or as the n - 1 transfers and the kernels of one part (Wang et al. 2023,
+    "Overlap Communication with Dependent Computation via Decomposition", section 3). Transfers are copies, which take
+    no multiprocessors.
+    """
+    run = sum(kernel(on, k) for k in of.kernels)
+    wire = collective(on, of.collective.op, of.collective.bytes, levels(of.collective.group))
+    return run, max(0.0, wire + run / of.ranks - run)
 
 
 def at_once(parts: Iterable[Piece]) -> tuple[float, float]:
@@ -322,7 +336,7 @@ def at_once(parts: Iterable[Piece]) -> tuple[float, float]:
     ends: dict[str, float] = {}
     for p in parts:
         if p.kind == "run":
-            now, busy = now + p.seconds, busy + p.seconds
+            now, busy = now + p.seconds + p.wire, busy + p.seconds
         elif p.kind == "start":
             free[p.stream] = ends[p.name] = max(now, free.get(p.stream, 0.0)) + p.seconds
         else:

@@ -63,7 +63,8 @@ Work = Callable[[int, Action], Sequence[Piece]]  # what an action of a coordinat
 
 def timeline(plan: Plan, program: Program, constants: Constants | None = None) -> Timeline:
     """A training step of a plan on its layout's machine."""
-    return timed(plan, loads_of(program, plan.layout.run.compile != "off"), constants)
+    loads = loads_of(program, plan.layout.run.compile != "off", plan.layout.kernels.async_tp)
+    return timed(plan, loads, constants)
 
 
 def timed(plan: Plan, of: Loads, constants: Constants | None = None) -> Timeline:

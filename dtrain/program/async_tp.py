@@ -68,9 +68,12 @@ def _gather(node: fx.Node) -> bool:
             torch.ops.symm_mem.fused_all_gather_matmul.default, (node.args[0], others, SEQUENCE, DIM)
         )
         values = graph.call_function(getitem, (both, 1))
+        values.meta["val"] = [m.meta["val"] for m in products]
+        both.meta["val"] = (whole.meta["val"], values.meta["val"])
         for i, product in enumerate(products):
             # What the operation gives lies with the sequence outermost.
             made = graph.call_function(getitem, (values, i))
+            made.meta["val"] = product.meta["val"]
             flat = graph.call_function(torch.ops.aten.reshape.default, (made, list(_shape(product))))
             flat.meta = dict(product.meta)
             product.replace_all_uses_with(flat)
@@ -131,6 +134,7 @@ def _scatter(node: fx.Node) -> bool:
     with graph.inserting_before(wait):
         shape = [*_shape(whole)[:2], _shape(left)[-1]]  # type: ignore[arg-type]
         batched = graph.call_function(torch.ops.aten.reshape.default, (left, shape))
+        batched.meta["val"] = left.meta["val"].reshape(shape)  # type: ignore[union-attr]
         summed = graph.call_function(
             torch.ops.symm_mem.fused_matmul_reduce_scatter.default, (batched, right, node.args[1], SEQUENCE, DIM)
         )

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from dtrain.program import passes
 
 PRODUCTS = ("mm", "addmm", "bmm")
+FUSED = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")  # a collective and its products (`async_tp`)
 VIEWS = (
-    "view", "_unsafe_view", "t", "transpose", "permute", "expand", "detach", "alias", "unsqueeze", "squeeze",
+    "view", "_unsafe_view", "reshape", "t", "transpose", "permute", "expand", "detach", "alias", "unsqueeze", "squeeze",
     "slice", "select", "split", "split_with_sizes", "unbind", "chunk",
 )  # fmt: skip
 
@@ -92,7 +94,8 @@ def solid(node: fx.Node) -> bool:
     name = passes.op_name(node) if node.op == "call_function" else ""
     if name in VIEWS or name == "getitem":
         return any(map(solid, node.users))
-    return name in (*PRODUCTS, "attention", "attention_backward", "wait_tensor") or passes.is_collective(node)
+    own = (*PRODUCTS, *FUSED, "attention", "attention_backward", "wait_tensor")
+    return name in own or passes.is_collective(node)
 
 
 # ---------------------------------------------------------------------------------------------------- kernels
@@ -164,7 +167,17 @@ class Wait:
     name: str
 
 
-Launch = Kernel | Collective | Wait
+@dataclass(frozen=True, slots=True)
+class Together:
+    """A collective over `ranks` ranks and the kernels that it is one operation with: what one part of the tensor needs
+    is computed while other parts travel."""
+
+    collective: Collective
+    ranks: int
+    kernels: tuple[Kernel, ...]
+
+
+Launch = Kernel | Collective | Wait | Together
 
 
 def launches(graph: fx.Graph, inputs: Sequence[str], outputs: Sequence[str], fused: bool = False) -> list[Launch]:
@@ -183,8 +196,29 @@ def launches(graph: fx.Graph, inputs: Sequence[str], outputs: Sequence[str], fus
             source = node.all_input_nodes[0]
             out.append(Wait(names.get(source, source.name)))
         elif node in kernel_of:
-            out.append(kernel_of[node])
+            out.append(_together(node) if passes.op_name(node) in FUSED else kernel_of[node])
     return out
+
+
+def _together(node: fx.Node) -> Together:
+    """An operation of `async_tp`: gathered rows times one matrix or several, or the sum over ranks of a product."""
+    gathers = passes.op_name(node) == FUSED[0]
+    given, rights = node.all_input_nodes[0], node.all_input_nodes[1:]
+    if gathers:
+        left, results = node.meta["val"][0], node.meta["val"][1]
+    else:  # every rank's rows of the product
+        left = given.meta["val"]
+        results = [left.new_empty((*left.shape[:-1], rights[0].meta["val"].shape[-1]))]
+    kernels = []
+    for right, result in zip(rights, results, strict=True):
+        shape = Product(left.numel() // left.shape[-1], result.shape[-1], left.shape[-1], 1, left.dtype)
+        kernels.append(Kernel("mm", left.nbytes + size(right), result.nbytes, does=shape))
+    whole = left.nbytes if gathers else results[0].nbytes
+    part = size(given) if gathers else size(node)
+    if not gathers:
+        kernels.append(Kernel("sum", whole, part))  # of the parts that came
+    op = "all_gather_into_tensor" if gathers else "reduce_scatter_tensor"
+    return Together(Collective(op, str(node.args[-1]), whole, node.name), whole // part, tuple(kernels))
 
 
 def kernels(graph: fx.Graph, fused: bool = True) -> dict[fx.Node, Kernel]:
@@ -242,8 +276,7 @@ def _seen(reader: fx.Node, read: fx.Node) -> int:
 def _result(node: fx.Node) -> int:
     """Bytes of a node's results, of all of them where it has several."""
     value = node.meta.get("val")
-    parts = value if isinstance(value, (tuple, list)) else [value]
-    return sum(v.numel() * v.element_size() for v in parts if isinstance(v, Tensor))
+    return sum(v.numel() * v.element_size() for v in tree_leaves(value) if isinstance(v, Tensor))
 
 
 def _work(nodes: Iterable[fx.Node]) -> tuple[float, float]:
