@@ -132,19 +132,20 @@ def plan(
         loaded = [load(file, overrides) for file in files]
         notes = [[*shape_notes(x), *check_place(x), *room_notes(x)] for x in loaded]
         made = [predict(x) for x in loaded]
+        advice = [advise(p) for p in made] if as_json or len(made) == 1 else []
         if trace_to:
             _write(trace_to, json.dumps(trace(made[0])))
         if html_to:
             placement = parameter_table(made[0].plan, store_tree(made[0].plan.job))
-            _write(html_to, html(made[0], files[0], placement, notes[0]))
+            _write(html_to, html(made[0], files[0], placement, notes[0], advice[0]))
         if as_json:
-            objects = [report(p, f, n) for p, f, n in zip(made, files, notes, strict=True)]
+            objects = [report(*one) for one in zip(made, files, notes, advice, strict=True)]
             typer.echo(json.dumps(objects[0] if len(objects) == 1 else {"layouts": objects}, indent=2))
         else:
             console = Console(highlight=False)
             if not console.is_terminal:
                 console.width = max(console.width, 120)
-            one = page(made[0], notes[0], advise(made[0])) if len(made) == 1 else compare(files, made)
+            one = page(made[0], notes[0], advice[0]) if len(made) == 1 else compare(files, made)
             console.print(one)
     raise typer.Exit(3 if any(p.fits is False for p in made) else 0)
 

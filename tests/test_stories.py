@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import tiny
 from typer.testing import CliRunner
@@ -42,3 +44,32 @@ def test_tp_across_nodes_is_refused_and_shows_its_price_where_allowed() -> None:
     inside, across = of("h100"), of("h100", *mesh, "allow=[tp-across-nodes]")
     assert across.timeline.exposed > 0.3 > inside.timeline.exposed
     assert across.mfu < inside.mfu
+
+
+def scaled(tp: int, layers: int, embed: int, heads: int, dp: int = 1) -> Prediction:
+    """A model of the 2019 paper's table 1 on its DGX-2H. The vocabulary is that of 8-way model parallelism, the batch 8
+    sequences a replica."""
+    gpus = tp * dp
+    mesh = {dim: {"size": n} for dim, n in (("dp", dp), ("tp", tp)) if n > 1}
+    tensor = {axis: "tp" for axis in ("vocab", "heads", "mlp") if tp > 1}
+    batch = {"batch": "dp"} if dp > 1 else {}
+    more = (
+        f"cluster.nodes={max(1, gpus // 16)}",
+        f"cluster.gpus_per_node={min(16, gpus)}",
+        f"mesh={json.dumps(mesh)}",
+        f"shard={json.dumps({'params': tensor, 'compute': tensor | batch})}",
+        *(f"model.{key}={n}" for key, n in (("layers", layers), ("embed", embed), ("heads", heads))),
+        "model.vocab_pad=51200",
+        f"data.batch={8 * dp}",
+        "run.compile=on",
+    )
+    return predict(layout.load(tiny.LAYOUTS / "gpt2-8.3b-32x16-v100.yaml", more))
+
+
+def test_weak_scaling_of_2019_on_512_gpus() -> None:
+    """Shoeybi et al. 2019, figure 5: FLOP/s of a GPU, against one that trains 1.2B parameters at 39 TFLOP/s."""
+    alone = scaled(1, 40, 1536, 16)
+    eight, with_data = (scaled(8, 72, 3072, 32, dp) for dp in (1, 64))
+    assert with_data.plan.layout.world == 512
+    assert eight.tflops_per_gpu / alone.tflops_per_gpu == pytest.approx(0.77, abs=0.05)
+    assert with_data.tflops_per_gpu / alone.tflops_per_gpu == pytest.approx(0.74, abs=0.05)

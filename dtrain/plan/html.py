@@ -7,10 +7,22 @@ from html import escape
 
 from dtrain.hardware import show_size
 from dtrain.plan import ledger as ledgers
+from dtrain.plan.advice import Advice
 from dtrain.plan.ledger import Entry
 from dtrain.plan.memory import capacity
 from dtrain.plan.predict import Prediction
-from dtrain.plan.report import FORMULAS, PARTS, heading, merged, show_bytes, show_seconds, verdict
+from dtrain.plan.report import (
+    FORMULAS,
+    PARTS,
+    assumed,
+    change,
+    figures,
+    heading,
+    merged,
+    show_bytes,
+    show_seconds,
+    verdict,
+)
 from dtrain.plan.timeline import COMPUTE, Span
 from dtrain.plan.trace import memory_over_time, name_of
 
@@ -43,7 +55,11 @@ svg text{font:12px system-ui,sans-serif;fill:#5a6472}
 
 
 def html(
-    p: Prediction, name: str, placement: tuple[Sequence[str], Sequence[Sequence[str]]], notes: Sequence[str]
+    p: Prediction,
+    name: str,
+    placement: tuple[Sequence[str], Sequence[Sequence[str]]],
+    notes: Sequence[str],
+    advice: Sequence[Advice] = (),
 ) -> str:
     """The page; `placement` is the table of parameters, headers and rows."""
     lines = heading(p.plan)
@@ -52,7 +68,9 @@ def html(
         f"<h1>{escape(lines[0].partition(':')[0])}</h1><p>{escape(name)}</p>",
         *(f"<p>{escape(line)}</p>" for line in [lines[0].partition(": ")[2], *lines[1:]]),
         f'<div class="verdict {fits}">{escape(verdict(p).plain)}</div>',
+        _advice(advice),
         _cards(p) if p.timed else "<p>No time: what this machine reaches is not known. Only the order is shown.</p>",
+        *(f'<p class="key">{escape(line)}</p>' for line in assumed(p.plan.layout)),
         f"<h2>One step, by pipeline coordinate</h2>{_key(_KINDS)}{_timeline(p)}",
         f"<h2>Memory of a rank over the step</h2>{_memory_lines(p)}",
         f"<h2>Memory at the peak</h2>{_memory_bars(p)}",
@@ -68,17 +86,13 @@ def html(
     )
 
 
+def _advice(advice: Sequence[Advice]) -> str:
+    items = [f"<li>{escape(said)}<br><code>{escape(typed)}</code></li>" for said, typed in map(change, advice)]
+    return f"<h2>It fits with</h2><ul>{''.join(items)}</ul>" if items else ""
+
+
 def _cards(p: Prediction) -> str:
-    figures = {
-        "step time": show_seconds(p.step_seconds),
-        "tokens/s/GPU": f"{p.tokens_per_second_per_gpu:,.0f}",
-        "TFLOP/s/GPU": f"{p.tflops_per_gpu:.0f}",
-        "MFU": f"{p.mfu:.1%}",
-        "HFU": f"{p.hfu:.1%}",
-        "bubble": f"{p.bubble:.1%}",
-        "exposed communication": f"{p.timeline.exposed:.1%}",
-    }
-    cards = "".join(f'<div class="card"><b>{v}</b><span>{k}</span></div>' for k, v in figures.items())
+    cards = "".join(f'<div class="card"><b>{v}</b><span>{k}</span></div>' for k, v in figures(p).items())
     return f'<div class="cards">{cards}</div><p class="key">{escape(FORMULAS)}</p>'
 
 

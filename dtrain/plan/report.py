@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dtrain.hardware import show_size
+from dtrain.layout import Layout
 from dtrain.layout.derived import lengths
 from dtrain.plan import Plan
 from dtrain.plan import ledger as ledgers
@@ -31,6 +32,22 @@ FORMULAS = (
     "MFU = model FLOPs / (step time x GPUs x dense peak); HFU: the same with the FLOPs that the GPUs compute.\n"
     "Model FLOPs: 3 x forward's products, half of a causal attention, no recomputation, no padding"
 )
+
+
+def assumed(layout: Layout) -> list[str]:
+    """What a prediction takes for granted of options that change how a program runs."""
+    out = []
+    if layout.kernels.async_tp:
+        out.append(
+            f"kernels.async_tp: a gather or reduce-scatter fused with its products takes as long as they do, or as its "
+            f"transfers and a part of {layout.sizes['tp']} of them (Wang et al. 2023); memory is that without it"
+        )
+    if layout.run.cuda_graph:
+        out.append(
+            "run.cuda_graph: the batch is held twice, and during the update so are weights at rest that the optimizer "
+            "cuts further; kernels never wait for Python, which is assumed without it too"
+        )
+    return out
 
 
 def heading(plan: Plan) -> list[str]:
@@ -73,8 +90,9 @@ def many(n: int, what: str) -> str:
 # ------------------------------------------------------------------------------------------------ one plain object
 
 
-def report(p: Prediction, name: str = "", notes: Sequence[str] = ()) -> dict[str, Any]:
-    """The object of `--json`; `layouts/README.md` documents its keys. `name` is the layout's, `notes` are carried."""
+def report(p: Prediction, name: str = "", notes: Sequence[str] = (), advice: Sequence[Advice] = ()) -> dict[str, Any]:
+    """The object of `--json`; `layouts/README.md` documents its keys. `name` is the layout's, `notes` and `advice` are
+    carried."""
     plan, layout, busiest = p.plan, p.plan.layout, p.ledger[p.busiest]
     times = {
         "step_seconds": p.step_seconds,
@@ -108,7 +126,20 @@ def report(p: Prediction, name: str = "", notes: Sequence[str] = ()) -> dict[str
         "bytes_by_link": ledgers.by_link(busiest),
         "bytes_by_dim": ledgers.by_dim(busiest),
         "ledger": [_entry(e, pps) for e, pps in merged(p.ledger)],
+        "assumed": assumed(layout),
+        "advice": [_change(a) for a in advice],
         "notes": list(notes),
+    }
+
+
+def _change(a: Advice) -> dict[str, Any]:
+    timed = a.predicted.timed
+    return {
+        "what": a.what,
+        "overrides": list(a.overrides),
+        "step_seconds": a.predicted.step_seconds if timed else None,
+        "cost": a.cost if timed else None,
+        "margin_bytes": a.predicted.margin,
     }
 
 
@@ -154,8 +185,9 @@ def page(p: Prediction, notes: Sequence[str] = (), advice: Sequence[Advice] = ()
     parts: list[RenderableType] = [
         Text("\n".join(heading(p.plan))),
         verdict(p),
-        *([Text("\n".join(["it fits with", *map(_advice, advice)]))] if advice else []),
+        *([Text("\n".join(["it fits with", *("  {}\n    {}".format(*change(a)) for a in advice)]))] if advice else []),
         _figures(p),
+        *(Text(line, "dim") for line in assumed(p.plan.layout)),
         _memory_table(p),
         _ledger_table(p),
     ]
@@ -186,13 +218,11 @@ def verdict(p: Prediction) -> Text:
     return text
 
 
-def _advice(a: Advice) -> str:
-    """What to change, what a step then takes, and how to type it."""
-    words = " ".join(shlex.quote(o) for o in a.overrides)
-    return (
-        f"  {a.what}: {show_seconds(a.predicted.step_seconds)} a step ({a.cost:+.0%}), "
-        f"{show_size(a.predicted.margin or 0)} to spare\n    {words}"
-    )
+def change(a: Advice) -> tuple[str, str]:
+    """What to change and what a step then takes, and how to type it."""
+    time = f"{show_seconds(a.predicted.step_seconds)} a step ({a.cost:+.0%}), " if a.predicted.timed else ""
+    said = f"{a.what}: {time}{show_size(a.predicted.margin or 0)} to spare"
+    return said, " ".join(shlex.quote(o) for o in a.overrides)
 
 
 def out_of_memory(p: Prediction) -> str:
@@ -209,19 +239,41 @@ def _figures(p: Prediction) -> RenderableType:
             f"no time: what a {p.plan.layout.cluster.gpu} reaches in {p.plan.layout.run.precision} is not known\n"
             f"model FLOPs {p.model_flops:.4g} a step, computed {p.hardware_flops:.4g}"
         )
-    peak = p.plan.layout.cluster.device.peak[p.plan.layout.run.precision]
     table = _grid("left", "right", "left")
-    for name, value, more in (
-        ("step time", show_seconds(p.step_seconds), ""),
-        ("tokens/s/GPU", f"{p.tokens_per_second_per_gpu:,.0f}", ""),
-        ("TFLOP/s/GPU", f"{p.tflops_per_gpu:.0f}", f"of {peak / 1e12:.4g} in {p.plan.layout.run.precision}"),
-        ("MFU", f"{p.mfu:.1%}", ""),
-        ("HFU", f"{p.hfu:.1%}", ""),
-        ("bubble", f"{p.bubble:.1%}", "of the step a rank waits for what another has not sent yet"),
-        ("exposed", f"{p.timeline.exposed:.1%}", "of the step it waits for communication under way"),
-    ):
-        table.add_row(name, Text(value, "bold"), Text(more, "dim"))
+    peak = p.plan.layout.cluster.device.peak[p.plan.layout.run.precision]
+    more = {
+        "TFLOP/s/GPU": f"of {peak / 1e12:.4g} in {p.plan.layout.run.precision}",
+        "bubble": "of the step a rank waits for what another has not sent yet",
+        "exposed": "of the step it waits for communication under way",
+    }
+    for name, value in figures(p).items():
+        table.add_row(name, Text(value, "bold"), Text(more.get(name, ""), "dim"))
     return Group(table, Text(FORMULAS, "dim"))
+
+
+def figures(p: Prediction) -> dict[str, str]:
+    """Times and what follows from them, as they are printed everywhere; they need a GPU whose peak is known."""
+    return {
+        "step time": show_seconds(p.step_seconds),
+        "tokens/s/GPU": f"{p.tokens_per_second_per_gpu:,.0f}",
+        "TFLOP/s/GPU": f"{p.tflops_per_gpu:.0f}",
+        "MFU": f"{p.mfu:.1%}",
+        "HFU": f"{p.hfu:.1%}",
+        "bubble": f"{p.bubble:.1%}",
+        "exposed": f"{p.timeline.exposed:.1%}",
+    }
+
+
+def expected(p: Prediction) -> str:
+    """A prediction in half a line, for the head of a layout's file."""
+    need, have = show_size(p.memory[p.heaviest].peak), capacity(p.plan.layout)
+    memory = f"{need} a rank" if have is None else f"{need} of {show_size(have)}"
+    if p.fits is False:
+        return f"does not fit, {memory}"
+    if not p.timed:
+        return memory
+    said = figures(p)
+    return f"{said['step time']} a step, {said['tokens/s/GPU']} tokens/s/GPU, {said['MFU']} MFU, {memory}"
 
 
 def show_seconds(s: float) -> str:
