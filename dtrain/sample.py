@@ -116,6 +116,8 @@ def _ends(folder: Path, config: dict[str, Any]) -> set[int]:
         settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except ValueError as error:
         raise SampleError(f"{file} cannot be read: {error}") from None
+    if not isinstance(settings, dict):
+        raise SampleError(f"{file} is no mapping of keys")
     ends = settings.get("eos_token_id", config.get("eos_token_id"))
     return set(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
@@ -156,6 +158,10 @@ def _ids(source: Source, prompt: str, vocab: int, context: int) -> tuple[int, ..
     """A prompt's tokens, which begin as the model's texts do. Raises SampleError where there is none, or too many, or
     one that the model does not know."""
     tokenizer = source.tokenizer
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:  # what the shell gave is kept as lone surrogates
+        raise SampleError(f"--prompt {ascii(prompt)[:60]} is not UTF-8") from None
     ids = tuple(tokenizer.encode_special(prompt))
     if ids[: len(source.lead)] != source.lead:
         ids = source.lead + ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -91,6 +92,8 @@ def test_no_flipped_bit_is_loaded(tmp_path: Path) -> None:
             bad[at] ^= 1 << at % 8
             file.write_bytes(bad)
             total += 1
+            with contextlib.suppress(CheckpointError):  # and nothing else
+                checkpoint.open_tensors(tmp_path / "step-1")
             if checkpoint.problems(tmp_path / "step-1"):
                 found += 1
             else:

@@ -260,6 +260,13 @@ def test_ties_are_told(name: str, tmp_path: Path) -> None:
         ("llama3", {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor is missing"),
         ("llama3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: 0.5"),
         ("llama3", {"rope_theta": 1e4}, "rope_theta: 500000.0 and 10000.0; keep the right one"),
+        ("llama3", {"rms_norm_eps": None}, "rms_norm_eps: null; give a value"),
+        ("llama3", {"architectures": 5}, "architectures: 5; allowed: LlamaForCausalLM"),
+        (
+            "llama3",
+            {"rope_parameters": SCALING | {"low_freq_factor": 4}},
+            "high_freq_factor: 4.0; must be above low_freq_factor, 4",
+        ),
         ("llama3", {"rope_theta": "1e4"}, "rope_theta: 1e4; give a number above 0"),
         ("llama3", {"rope_parameters": [1]}, "rope_parameters: [1]; give a table of "),
         ("llama3", {"rope_parameters": SCALING | {"factor": 0}}, "rope_parameters.factor: 0; give a number above 0"),
@@ -319,6 +326,21 @@ def refusal(path: Path, **allowed: bool) -> str:
         hf.open_folder(path, **allowed)
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden_size": "32"}, "hidden_size: '32' is not allowed; give a whole number"),
+        ({"vocab_size": 0}, "vocab_size: 0 is not allowed; give a whole number from 1"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide heads, 4; allowed: 1, 2, 4"),
+        ({"head_dim": 7}, "head_dim: 7 is odd; rotary positions need an even one"),
+    ],
+)
+def test_sizes_that_cannot_be_are_named_as_in_config_json(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    config = quiet(lambda: random_model("llama3").config.to_dict()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert refusal(tmp_path) == f"{tmp_path}: config.json: {said}"
 
 
 def test_differences_are_listed_and_allowed_only_when_asked(tmp_path: Path) -> None:

@@ -145,6 +145,8 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     (bad / ".metadata").write_bytes(b"x")
     for said, *words in (
         ("has no checkpoint", "ls", tmp_path / "empty"),
+        ("run.json has no checkpoint", "ls", path / "run.json"),
+        ("run.json is no checkpoint", "show", path / "run.json"),
         ("none does not exist; give a run's folder", "ls", tmp_path / "none"),
         ("none does not exist", "show", tmp_path / "none"),
         ("is no checkpoint, nor a run's folder with one", "verify", tmp_path / "empty"),

@@ -7,6 +7,7 @@ import io
 import json
 import multiprocessing
 import os
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -170,13 +171,19 @@ def test_mistakes_are_one_line_and_nothing_starts(tmp_path: Path) -> None:
     record.write_text(json.dumps(values | {"format": 1}))
     (tmp_path / "run" / "step-1" / "manifest.json").unlink()
     (tmp_path / "bare").mkdir()
+    for name, file, content in (("list", "generation_config.json", "[]"), ("torn", "tokenizer_config.json", "{")):
+        shutil.copytree(tmp_path / "llama", tmp_path / name)
+        (tmp_path / name / file).write_text(content)
     for said, *words in (
         ("is no checkpoint, no run's folder with one, and no Hugging Face folder", tmp_path / "none", "-p", "a"),
         ("has no model.safetensors", tmp_path / "bare", "-p", "a"),
         ("bert generates no text: it reads types, valid, order besides tokens", tmp_path / "bert", "-p", "a"),
         ("its tokenizer, gone.json, is not there; say which with --tokenizer", tmp_path / "run", "-p", "a"),
         ("an empty prompt needs a token that begins texts", tmp_path / "llama", "-p", ""),
+        ("generation_config.json is no mapping of keys", tmp_path / "list", "-p", "a"),
+        ("tokenizer_config.json' cannot be read", tmp_path / "torn", "-p", "a"),
         ("70 tokens leave no room in the model's 64 positions; give at most 63", tmp_path / "llama", "-p", "a" * 70),
+        ("--prompt 'a\\udcff' is not UTF-8", tmp_path / "llama", "-p", "a\udcff"),
         ("'\N{REPLACEMENT CHARACTER}' is token 195 of", tmp_path / "llama", "-p", "a\N{LATIN SMALL LETTER THORN}"),
         ("the model's heads (4) must be divisible by tp 3; legal: 1, 2, 4", tmp_path / "llama", "-p", "a", "--tp", 3),
     ):

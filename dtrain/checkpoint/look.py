@@ -28,7 +28,7 @@ def resolve(path: Path) -> Path:
     if (step := latest(path)) is not None:
         return find(path, step)
     if not any((path / name).exists() for name in ("run.json", "manifest.json", ".metadata")):
-        what = "is no checkpoint, nor a run's folder with one" if path.is_dir() else "does not exist"
+        what = "is no checkpoint, nor a run's folder with one" if path.exists() else "does not exist"
         raise CheckpointError(f"{path} {what}")
     return path
 
@@ -49,7 +49,7 @@ def listed(folder: Path) -> list[Listed]:
     found = [(folder / f"step-{step}", None) for step in steps(folder)]
     unfinished = sorted(p for p in folder.glob("step-*.tmp") if p.is_dir())
     if not found and not unfinished:
-        what = "has no checkpoint" if folder.is_dir() else "does not exist"
+        what = "has no checkpoint" if folder.exists() else "does not exist"
         raise CheckpointError(f"{folder} {what}; give a run's folder, as in checkpoints/quickstart")
     out = [_listed(path, next(iter(problems(path, content=False)), None)) for path, _ in found]
     return out + [_listed(path, "was never finished") for path in unfinished]

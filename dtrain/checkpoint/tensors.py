@@ -215,12 +215,12 @@ def restore(
 
 def described(path: Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint by name, on `meta`: their shapes and dtypes. Raises CheckpointError."""
-    found = _metadata(path).state_dict_metadata
-    return {
-        name: torch.empty(t.size, dtype=t.properties.dtype, device="meta")
-        for name, t in found.items()
-        if isinstance(t, TensorStorageMetadata)
-    }
+    with _readable(path / ".metadata"):
+        return {
+            name: torch.empty(t.size, dtype=t.properties.dtype, device="meta")
+            for name, t in _metadata(path).state_dict_metadata.items()
+            if isinstance(t, TensorStorageMetadata)
+        }
 
 
 def open_tensors(path: Path) -> tuple[dict[str, tuple[int, ...]], Fetch]:
@@ -240,19 +240,28 @@ def read_pieces(path: Path, mine: Mapping[str, Piece], metadata: Metadata | None
     tensor, as a rank wrote it, is in memory at a time. Raises CheckpointError."""
     metadata = metadata or _metadata(path)
     reader, planner = FileSystemReader(path), _Reading(False, False)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    planner.set_up_planner(mine, metadata, is_coordinator=True)
-    try:
+    with _readable(path):
+        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        planner.set_up_planner(mine, metadata, is_coordinator=True)
         # Reading them all in one call would hold two at a time: the last one read, and the next.
         for item in planner.create_local_plan().items:
             reader.read_data(LoadPlan([item]), planner).wait()
-    except Exception as error:  # damaged data raises anything
-        raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
 
 
 def _metadata(path: Path) -> Metadata:
-    with _in_one_line(f"{path} cannot be read"):
+    with _readable(path / ".metadata"):
         return FileSystemReader(path).read_metadata()
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Damaged files raise anything -> CheckpointError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
 
 
 @contextmanager

@@ -181,7 +181,12 @@ def _named(settings: Mapping[str, Any], key: str) -> str | None:
 def _settings(path: Path) -> dict[str, Any]:
     """tokenizer_config.json beside a tokenizer: which tokens begin and end a document, and its chat template."""
     file = path.parent / "tokenizer_config.json"
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (OSError, ValueError) as e:
+        raise DataError(f"data.tokenizer: {str(file)!r} cannot be read: {e}") from e
+    if not isinstance(found, dict):
+        raise DataError(f"data.tokenizer: {str(file)!r} is no mapping of keys")
     extra = path.parent / "chat_template.jinja"
     return found | ({"chat_template": extra.read_text(encoding="utf-8")} if extra.is_file() else {})
 

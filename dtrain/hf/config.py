@@ -122,7 +122,8 @@ def model_of(config: Mapping[str, Any]) -> tuple[str, dict[str, object]]:
     kind = KINDS.get(str(config.get("model_type")))
     if kind is None:
         raise _bad("model_type", config.get("model_type"), f"allowed: {', '.join(KINDS)}")
-    for name in config.get("architectures") or ():
+    named = config.get("architectures") or []
+    for name in named if isinstance(named, list) else [named]:
         if name not in kind.classes:
             raise _bad("architectures", name, f"allowed: {', '.join(kind.classes)}")
     for key in ("quantization_config", "auto_map"):
@@ -139,6 +140,8 @@ def model_of(config: Mapping[str, Any]) -> tuple[str, dict[str, object]]:
         value = config.get(key, default)
         if value is REQUIRED:
             raise HFError(f"config.json: {key} is missing")
+        if value is None and default is not None:
+            raise _bad(key, "null", "give a value")
         if value is not None:
             fields[field] = value
     return kind.family, fields | (_rope(config) if kind.family == "llama" else {})
@@ -172,6 +175,8 @@ def _rope(config: Mapping[str, Any]) -> dict[str, object]:
         if lacks:
             raise HFError(f"config.json: {key}.{lacks[0]} is missing")
         values = {field: block[k] for field, k in _ROPE.items()} if name == "llama3" else None
+        if values is not None and not values["low"] < values["high"]:
+            raise _bad(f"{key}.high_freq_factor", values["high"], f"must be above low_freq_factor, {values['low']}")
         if values is not None:
             values = {k: int(v) if k == "original" else float(v) for k, v in values.items()}
         found[key] = values
@@ -184,6 +189,12 @@ def _rope(config: Mapping[str, Any]) -> dict[str, object]:
     scaling = next(iter(found.values()), None)
     theta = float(thetas[0]) if thetas else 10_000.0
     return {"rope_theta": theta} | ({"rope_scaling": scaling} if scaling else {})
+
+
+def key_of(family: str, field: str | None) -> str:
+    """The key of config.json that a field of a family's config is under."""
+    keys = next(kind.fields for kind in KINDS.values() if kind.family == family)
+    return keys[field][0] if field is not None and field in keys else str(field)
 
 
 def _positive(key: str, value: object) -> None:

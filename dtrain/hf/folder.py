@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dtrain import models
-from dtrain.hf.config import HFError, model_of
+from dtrain.hf.config import HFError, key_of, model_of
 from dtrain.hf.names import Box, Home, copies, homes, usual_name
 from dtrain.strict import Allow, differences
 
@@ -90,7 +90,10 @@ def open_folder(path: Path, allow_missing: bool = False, allow_extra: bool = Fal
     """A folder whose tensors are those of its model, and lines that say what was allowed. Raises HFError with every
     difference otherwise. Only the headers of the files are read."""
     family, fields = model(path)
-    cfg = models.build(models.load(family).Config, fields, str(path / "config.json"))
+    try:
+        cfg = models.build(models.load(family).Config, fields, "model")
+    except models.ModelError as error:  # whose first words are the field
+        raise HFError(f"{path}: config.json: {key_of(family, error.key)}: {str(error).partition(': ')[2]}") from error
     wanted = {home.name: home.shape for home in homes(family, cfg).values()}
     repeated = copies(family, cfg)
     found: dict[str, tuple[Path, str, tuple[int, ...]]] = {}
