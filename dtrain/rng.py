@@ -21,6 +21,8 @@ ROUNDS = (
     (27, -7723592293110705685),  # 0x94D049BB133111EB
     (31, 1),
 )
+_WORD = (1 << 64) - 1
+_ROUNDS = tuple((by, factor & _WORD) for by, factor in ROUNDS)  # for Python's own integers
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,9 @@ def site_number(name: str) -> int:
 
 def _mix_int(z: int) -> int:
     """`mix` on a Python integer (taken modulo 2^64), as int64."""
-    mask = (1 << 64) - 1
-    z &= mask
-    for by, factor in ROUNDS:
-        z = ((z ^ (z >> by)) * (factor & mask)) & mask
+    z &= _WORD
+    for by, factor in _ROUNDS:
+        z = ((z ^ (z >> by)) * factor) & _WORD
     return z - (1 << 64) if z >= 1 << 63 else z
 
 

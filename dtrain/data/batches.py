@@ -125,8 +125,9 @@ def _labels(part: Part, begin: int, ids: Long) -> Long:
     """The next token of each but the last, -1 where it is not to be learnt."""
     assert part.stream is not None
     labels: Long = ids[1:].copy()
-    if any(s.learn is not None for s in part.stream.shards):
-        labels[~tokens.read_learn(part.stream, begin, len(ids))[1:]] = -1
+    learn = tokens.read_learn(part.stream, begin, len(ids))
+    if learn is not None:
+        labels[~learn[1:]] = -1
     return labels
 
 

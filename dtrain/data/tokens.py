@@ -101,11 +101,12 @@ def read(source: Stream, begin: int, n: int, vocab: int) -> Ints:
     return out
 
 
-def read_learn(source: Stream, begin: int, n: int) -> Ints:
-    """Whether each of n tokens is a target of training: bool."""
-    out = np.ones(n, bool)
+def read_learn(source: Stream, begin: int, n: int) -> Ints | None:
+    """Whether each of n tokens is a target of training (bool), or None where nothing says otherwise."""
+    out = None
     for shard, at, first, last in _parts(source, begin, n):
         if shard.learn is not None:
+            out = np.ones(n, bool) if out is None else out
             out[at : at + last - first] = shard.learn[first:last] != 0
     return out
 
