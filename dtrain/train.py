@@ -45,7 +45,8 @@ from dtrain.program.interpret import (
 )
 from dtrain.program.lower import Program, lower
 from dtrain.program.remat import Budget
-from dtrain.program.update import Report, State, UpdateConfig, agree, all_reduce, counts_loss, make_update
+from dtrain.program.update import Report, State, UpdateConfig, agree, all_reduce, counts_loss, on_device
+from dtrain.program.update import report as report_of
 from dtrain.rank import Rank
 from dtrain.strict import Allow
 from dtrain.torch_private import enable_symmetric_memory
@@ -446,9 +447,15 @@ def taking(r: Run, state: State, stopping: Callable[[], bool]) -> Callable[[Step
         replay = captured(r.steps, state, r.config)
         return lambda step, lr: replay(step, lr, stopping())
 
+    apply = on_device(r.program, r.place, state, r.config)
+
     def take(step: Step, lr: float) -> Report:
         reports: list[Report] = []
-        update = make_update(r.program, r.place, state, r.config, lr, stopping, reports.append)
+
+        def update(grads: dict[str, Tensor], loss: Tensor) -> Mapping[str, Tensor]:
+            reports.append(report_of(apply(grads, loss, lr, float(stopping()))))
+            return state.weights.masters
+
         run(r.steps, state.weights, dataclasses.replace(step, update=update))
         return reports[0]
 

@@ -100,7 +100,7 @@ def on_device(
         mine = [grads[p] for p in stored]
         mine_once = [g for g, c in zip(mine, counted, strict=True) if c]
         norms = torch._foreach_norm(mine_once) if mine_once else [torch.zeros((), device=place.device)]
-        square = torch.stack([n.double().square() for n in norms]).sum()
+        square = torch.stack(list(norms)).double().square().sum()
         total = agree(place, [square, loss if reports_loss else 0.0, stop])
         one = torch.ones((), dtype=torch.float64, device=place.device)
         scale = state.scale["scale"].double() if state.scale is not None else one
