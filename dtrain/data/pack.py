@@ -193,8 +193,7 @@ def _tokenised(
         yield from ((place, _tokenise(used, work, batch)) for place, batch in batches)
         return
     waiting: deque[tuple[Place, Future[Packed]]] = deque()
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _begin, (work,)) as pool:
+    with ProcessPoolExecutor(workers, _context(), _begin, (work,)) as pool:
         try:
             for place, batch in batches:
                 waiting.append((place, pool.submit(_do, batch)))
@@ -205,6 +204,16 @@ def _tokenised(
                 yield place, done.result()
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _context() -> multiprocessing.context.BaseContext:
+    """How workers start: as copies of a process that has imported everything, where there is such a way; each would
+    need seconds of its own for it."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
 
 
 _mine: list[tuple[Tokenizer, _Work]] = []  # of a worker: a tokenizer cannot be sent to it
