@@ -12,17 +12,18 @@ from torch import Tensor
 
 from dtrain import rng
 from dtrain.data import DataConfig, DataError, Masking, Source, batch, masking, open_source
-from dtrain.data.masking import Special, masked, span_chance
+from dtrain.data.masking import Special, Words, masked, span_chance
 
 SPECIAL = Special(pad=100, cls=101, sep=102, mask=103, ordinary=90)
 CONTINUES = torch.tensor([i % 3 == 1 for i in range(104)])  # ids 1, 4, 7, ... go on with the word before them
+WORDS = Words(CONTINUES, torch.tensor([i % 30 == 29 for i in range(104)]))  # 29, 59 and 89 end sentences
 
 
 def draw(how: Masking, rows: int = 400, n: int = 61, seed: int = 0) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(seed)
     text = torch.randint(90, (rows, n), generator=g)
     draws = rng.fold(rng.fold(torch.tensor(seed), 5), torch.arange(rows))
-    return masked(text, torch.full((rows,), n), draws, SPECIAL, how, CONTINUES)
+    return masked(text, torch.full((rows,), n), draws, SPECIAL, how, WORDS)
 
 
 def words(out: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -87,7 +88,7 @@ def test_masks_are_a_function_of_the_row_alone() -> None:
     g = torch.Generator().manual_seed(0)
     text = torch.randint(90, (6, 61), generator=g)[4:]
     draws = rng.fold(rng.fold(torch.tensor(0), 5), torch.arange(4, 6))
-    part = masked(text, torch.full((2,), 61), draws, SPECIAL, Masking("word", 3), CONTINUES)
+    part = masked(text, torch.full((2,), 61), draws, SPECIAL, Masking("word", 3), WORDS)
     assert all(torch.equal(part[k], whole[k][4:]) for k in part)
 
 
@@ -126,12 +127,12 @@ def word_pieces(tmp_path: Path, **changes: Any) -> Source:
 def test_whole_words_of_a_word_piece_tokenizer(tmp_path: Path) -> None:
     source = word_pieces(tmp_path, masking=Masking("word", 2))
     assert (source.special.pad, source.special.cls, source.special.sep, source.special.mask) == (0, 2, 3, 4)
-    assert source.continues is not None
+    assert source.words is not None
     names = {i: n for n, i in json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"].items()}
-    assert [bool(source.continues[i]) for i in names] == [n.startswith("##") for n in names.values()]
+    assert [bool(source.words.continues[i]) for i in names] == [n.startswith("##") for n in names.values()]
     out = batch(source, 3, range(2))
     original = torch.where(out["labels"] >= 0, out["labels"], out["tokens"])
-    goes_on = source.continues[original] & (original.roll(1, 1) > 4)
+    goes_on = source.words.continues[original] & (original.roll(1, 1) > 4)
     chosen = out["labels"] >= 0
     assert bool((chosen == chosen.roll(1, 1))[goes_on].all()) and bool(goes_on.any())
 
@@ -143,3 +144,75 @@ def test_a_tokenizer_without_the_marks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.tokenizer: .* has no \[MASK\], which a masked model needs"):
         open_source(source.cfg)
     assert masking.MASKED == 0.15
+
+
+# ------------------------------------------------------------------------------------------------ many draws
+
+
+def chi_squared(counts: Tensor, expected: Tensor | float) -> float:
+    return float(((counts.double() - expected) ** 2 / torch.as_tensor(expected).double()).sum())
+
+
+@pytest.mark.parametrize("how", [Masking(), Masking("word", 3)], ids=["tokens", "spans of words"])
+def test_draws_have_the_distributions_of_the_paper(how: Masking) -> None:
+    """Bounds that chi-squared exceeds with probability 1e-5, of fixed draws."""
+    out = draw(how, rows=3000, seed=3)
+    chosen = out["labels"] >= 0
+    shown, true = out["tokens"][chosen], out["labels"][chosen]
+    n = len(true)
+    masks, kept = int((shown == 103).sum()), int((shown == true).sum())
+    kinds = torch.tensor([masks, kept, n - masks - kept])
+    shares = torch.tensor([0.8, 0.1 + 0.1 / 90, 0.1 - 0.1 / 90])  # one in 90 random tokens is the true one
+    assert n > 20_000 and chi_squared(kinds, n * shares) < 23.1  # 2 degrees of freedom
+    other = shown[(shown != 103) & (shown != true)]
+    drawn = torch.bincount(other, minlength=90)
+    assert len(drawn) == 90 and chi_squared(drawn, len(other) / 90) < 157  # 89 degrees of freedom: all ids alike
+    assert abs(int(out["order"].sum()) - 1500) < 4.42 * (3000 / 4) ** 0.5
+    if how == Masking():
+        # Every place is chosen alike, and one says nothing of the next.
+        per_place = chosen[:, 1:].sum(0)[(out["types"][0, 1:] >= 0)]
+        used = per_place[per_place > 0.05 * 3000]
+        assert len(used) >= 58 and abs(float(used.double().mean()) / 3000 - 0.15) < 0.01
+        pairs = chosen[:, 2:30] & chosen[:, 3:31]
+        assert abs(float(pairs.double().mean()) - 0.15**2) < 5 * (0.0225 / pairs.numel()) ** 0.5
+
+
+def test_other_rows_and_seeds_draw_anew() -> None:
+    g = torch.Generator().manual_seed(0)
+    text = torch.randint(90, (1, 61), generator=g).expand(50, -1)
+    full = torch.full((50,), 61)
+    seeds = [rng.fold(rng.fold(torch.tensor(s), 5), torch.arange(50)) for s in (0, 1)]
+    one, two = (masked(text, full, d, SPECIAL, Masking(), None)["labels"] for d in seeds)
+    assert len({tuple(r.tolist()) for r in torch.cat([one, two])}) == 100
+    both = ((one >= 0) & (two >= 0))[:, 1:31].double().mean()
+    assert abs(float(both) - 0.0225) < 5 * (0.0225 / 1500) ** 0.5
+
+
+def test_halves_meet_between_two_sentences() -> None:
+    """At the place nearest to the middle, no more than a quarter of the text away, and not within a word."""
+    n = 24
+    text = torch.full((6, n), 2)
+    text[0, 10] = 29  # behind place 10
+    text[1, [9, 14]] = 59  # 10 and 15 are as near as 2 and 3
+    text[2, 3] = 89  # too far
+    text[3, 11], text[3, 12] = 29, 4  # goes on: no place
+    text[4, 6], text[4, 17] = 29, 29  # 7 and 18 are as near as 5 and 6
+    draws = rng.fold(torch.tensor(1), torch.arange(6))
+    out = masked(text, torch.full((6,), n), draws, SPECIAL, Masking(), WORDS)
+    original = torch.where(out["labels"] >= 0, out["labels"], out["tokens"])
+    middle = (original == 102).long().argmax(1) - 1
+    first = torch.where(out["order"] == 1, n - middle, middle)
+    assert first.tolist() == [11, 10, 12, 12, 7, 12]
+    for row, order, k in zip(original.tolist(), out["order"].tolist(), first.tolist(), strict=True):
+        kept = [t for t in row if t < 100]
+        back = kept[n - k :] + kept[: n - k] if order else kept
+        assert back == text[original.tolist().index(row)].tolist()
+
+
+def test_special_tokens_of_a_text_are_not_predicted() -> None:
+    text = torch.full((400, 20), 5)
+    text[:, 7] = SPECIAL.sep
+    draws = rng.fold(torch.tensor(2), torch.arange(400))
+    for how in (Masking(), Masking("word", 2)):
+        labels = masked(text, torch.full((400,), 20), draws, SPECIAL, how, WORDS)["labels"]
+        assert set(labels.unique().tolist()) == {-1, 5}

@@ -82,7 +82,7 @@ def test_text_comes_back_and_the_size_bounds_every_id(tmp_path: Path, kind: str)
     assert made.decode(ids).strip() == TEXT.strip()
     assert min(ids) >= 0 and max(ids) < made.size and len(ids) <= len(TEXT.encode()) + 1
     assert made.encode([TEXT, "x", TEXT])[2] == ids and made.hash == tokenizer.load(MAKE[kind](tmp_path)).hash
-    assert len(made.continues()) == made.size
+    assert len(made.continues()) == len(made.ends()) == made.size
 
 
 def test_tiktoken_equals_tiktoken(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def assemble(
     else:
         draws = rng.fold(rng.fold(torch.tensor(cfg.seed), rng.site_number(f"data/masked/{split}")), sample_B)
         counts = torch.tensor([r.count for r in found])
-        out = masking.masked(ids, counts, draws, source.special, cfg.masking, source.continues)
+        out = masking.masked(ids, counts, draws, source.special, cfg.masking, source.words)
     if split == "valid":
         past_B = sample_B >= source.valid
         out["labels"][past_B] = -1

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from dataclasses import field as default
 from typing import Literal
 
-from torch import Tensor
-
-from .masking import Masking, Special
+from .masking import Masking, Special, Words
 from .sequences import Bins
 from .tokenizer import Tokenizer
 from .tokens import Stream
@@ -114,7 +112,7 @@ class Source:
     apart: tuple[Part, ...]
     quotas: tuple[int, ...]
     special: Special
-    continues: Tensor | None
+    words: Words | None
     hash: str
     notes: tuple[str, ...] = ()
 

@@ -36,6 +36,14 @@ class Masking:
     ngram: int = 1
 
 
+@dataclass(frozen=True)
+class Words:
+    """What ids say of a text: whether each goes on with the word before it, and whether a sentence may end with it."""
+
+    continues: Tensor
+    ends: Tensor
+
+
 def span_chance(ngram: int) -> float:
     """With what chance a span has to begin at a unit for a share MASKED of all units to be in one, where spans may
     overlap: 1 - prod over k < ngram of (1 - q P(length > k)) = MASKED, solved by bisection."""
@@ -50,17 +58,19 @@ def span_chance(ngram: int) -> float:
 
 
 def masked(
-    text_BL: Tensor, length_B: Tensor, draws_B: Tensor, special: Special, how: Masking, continues: Tensor | None
+    text_BL: Tensor, length_B: Tensor, draws_B: Tensor, special: Special, how: Masking, words: Words | None
 ) -> dict[str, Tensor]:
-    """[CLS] A [SEP] B [SEP] from the two halves of a text, in this order or (one in two) the other, with 15 % of the
-    tokens to predict: 80 % of these shown as [MASK], 10 % as a random token, 10 % as they are.
+    """[CLS] A [SEP] B [SEP] from the two halves of a text, in this order or (one in two) the other (Lan et al. 2020),
+    with 15 % of the tokens to predict: 80 % of these shown as [MASK], 10 % as a random token, 10 % as they are. Special
+    tokens of the text are not predicted.
 
-    `length_B` tokens of a row are text, the rest is padding; `continues` says of each id whether it goes on with the
-    word before it. `draws_B` are hash states, one a row, so a row's masks do not depend on the others'.
+    `length_B` tokens of a row are text, the rest is padding. Where there are `words` the halves meet between two
+    sentences, if there are some near the middle. `draws_B` are hash states, one a row, so a row's masks do not depend
+    on the others'.
     """
     b, n = text_BL.shape
     n_B1 = length_B[:, None]
-    first_B1 = (n_B1 + 1) // 2
+    first_B1 = (n_B1 + 1) // 2 if words is None else _between_sentences(text_BL, n_B1, words)
     swap_B = rng.uniform(rng.fold(draws_B, rng.site_number("order"))) < 0.5
     cut_B1 = torch.where(swap_B[:, None], n_B1 - first_B1, first_B1)
 
@@ -75,9 +85,12 @@ def masked(
     shown_BS = text_BL.gather(1, turned_BS.clamp(max=n - 1))
     marks_BS = torch.where(j_S == 0, special.cls, torch.where(j_S > n_B1 + 2, special.pad, special.sep))
     original_BS = torch.where(special_BS, marks_BS, shown_BS)
+    special_BS = special_BS | torch.isin(
+        original_BS, torch.tensor([special.pad, special.cls, special.sep, special.mask])
+    )
 
     draws_BS = rng.fold(draws_B[:, None], j_S)
-    chosen_BS = _chosen(original_BS, draws_BS, special_BS, after_BS, how, continues)
+    chosen_BS = _chosen(original_BS, draws_BS, special_BS, after_BS, how, words)
     kind_BS = rng.uniform(rng.fold(draws_BS, 1))
     random_BS = (rng.fold(draws_BS, 2) & 0x7FFFFFFFFFFFFFFF) % special.ordinary
     tokens_BS = torch.where(kind_BS < 0.8, special.mask, torch.where(kind_BS < 0.9, random_BS, original_BS))
@@ -90,8 +103,20 @@ def masked(
     }
 
 
+def _between_sentences(text_BL: Tensor, n_B1: Tensor, words: Words) -> Tensor:
+    """Where the second half begins: behind the end of a sentence, at the beginning of a word, as near to the middle as
+    can be and at most a quarter of the text from it; in the middle where there is no such place."""
+    half_B1 = (n_B1 + 1) // 2
+    place_L = torch.arange(1, text_BL.shape[1])
+    good_BL = words.ends[text_BL[:, :-1]] & ~words.continues[text_BL[:, 1:]]
+    far_BL = (place_L - half_B1).abs()
+    order_BL = (2 * far_BL + (place_L > half_B1)).masked_fill(~good_BL | (4 * far_BL > n_B1), 4 * text_BL.shape[1])
+    least_B, at_B = order_BL.min(1)
+    return torch.where((least_B < 4 * text_BL.shape[1])[:, None], at_B[:, None] + 1, half_B1)
+
+
 def _chosen(
-    ids_BS: Tensor, draws_BS: Tensor, special_BS: Tensor, after_BS: Tensor, how: Masking, continues: Tensor | None
+    ids_BS: Tensor, draws_BS: Tensor, special_BS: Tensor, after_BS: Tensor, how: Masking, words: Words | None
 ) -> Tensor:
     """Which positions are to be predicted."""
     if how == Masking():
@@ -100,8 +125,8 @@ def _chosen(
     j_BS = torch.arange(s).expand(b, -1)
     begins_BS = torch.ones_like(special_BS)
     if how.unit == "word":
-        assert continues is not None
-        begins_BS = ~continues[ids_BS.clamp(max=len(continues) - 1)] | special_BS | special_BS.roll(1, 1)
+        assert words is not None
+        begins_BS = ~words.continues[ids_BS] | special_BS | special_BS.roll(1, 1)
     unit_BS = begins_BS.long().cumsum(1) - 1
     at_BS = torch.zeros_like(ids_BS).scatter_reduce(1, unit_BS, j_BS, "amin", include_self=False)
     chance = span_chance(how.ngram)

@@ -20,7 +20,7 @@ from . import documents, manifest, sequences, texts, tokenizer, tokens
 from .config import SYNTHETIC_TOKENS, DataConfig, From, Part, Source, Texts, length, periods, stride
 from .documents import Faults
 from .errors import DataError
-from .masking import Special
+from .masking import Special, Words
 from .order import passes, quotas
 from .tokenizer import Tokenizer
 from .tokens import Shard, Stream
@@ -61,17 +61,18 @@ def open_source(cfg: DataConfig) -> Source:
         both = {os.path.realpath(p) for f in given for p in _files(f)}
         notes += [f"data: {p} is held out, and trained on too" for p in _files(held_out) if os.path.realpath(p) in both]
     apart = [all_held_out(cfg, part) for part in apart]
-    continues = None
-    if cfg.objective == "masked" and cfg.masking.unit == "word":
-        continues = torch.from_numpy(mine.continues())
-        continues = torch.cat([continues, torch.zeros(max(0, special.ordinary - len(continues)) + 8, dtype=torch.bool)])
+    words = None
+    if cfg.objective == "masked" and any(f.source != "synthetic" for f in given):
+        size = max(cfg.vocab, mine.size + len(tokenizer.BERT))
+        known = (torch.from_numpy(f) for f in (mine.continues(), mine.ends()))
+        words = Words(*(torch.cat([f, torch.zeros(size - len(f), dtype=torch.bool)]) for f in known))
     notes += [f"data: {n:,} documents left out: {why}" for why, n in sorted(faults.counts.items()) if why != "empty"]
     if faults.counts["empty"]:
         notes.append(f"data: {faults.counts['empty']:,} documents are empty")
     digest = parts[0].hash
     if len(parts) > 1 or apart:
         digest = hashlib.sha256("".join(p.hash for p in [*parts, *apart]).encode()).hexdigest()
-    source = Source(cfg, tuple(parts), tuple(apart), quotas(given, parts), special, continues, digest, tuple(notes))
+    source = Source(cfg, tuple(parts), tuple(apart), quotas(given, parts), special, words, digest, tuple(notes))
     _check_size(source, given)
     return source
 

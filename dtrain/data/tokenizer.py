@@ -67,9 +67,9 @@ def _unwritten(n: int) -> tuple[str, dict[str, int]]:
 class Tokenizer:
     """`encode` takes documents, in which nothing is special; `encode_special` a text in which the names of special
     tokens are these tokens, as chat templates write them. Ids are below `size`, added tokens counted. `special` are
-    the special tokens by name. `continues()` says of every id whether it goes on with the word before it. `hash`
-    names the content of its file; `template` is a chat template (Jinja), where the tokenizer brings one; `lead` is what
-    its makers put before every text, which `encode` does not."""
+    the special tokens by name. `continues()` says of every id whether it goes on with the word before it, `ends()`
+    whether a sentence may end with it. `hash` names the content of its file; `template` is a chat template (Jinja),
+    where the tokenizer brings one; `lead` is what its makers put before every text, which `encode` does not."""
 
     name: str
     size: int
@@ -77,6 +77,7 @@ class Tokenizer:
     encode_special: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
     continues: Callable[[], Flags]
+    ends: Callable[[], Flags]
     bos: int | None
     eos: int | None
     hash: str
@@ -155,6 +156,7 @@ def _bytes() -> Tokenizer:
         lambda text: list(text.encode("utf-8", "surrogatepass")),
         lambda ids: bytes(i for i in ids if i < 256).decode("utf-8", "replace"),
         continues,
+        lambda: np.array([chr(i) in ".!?\n" for i in range(256)]),
         bos=None,
         eos=0,
         hash=_hash(b"bytes"),
@@ -169,6 +171,13 @@ def _pieces_continue(pieces: Sequence[str], special: Mapping[str, int]) -> Flags
     flags = np.array(
         [p.startswith("##") if marked else bool(p) and p[0] not in "▁Ġ Ċĉ\n\t" and p[0].isalnum() for p in pieces]
     )
+    flags[list(special.values())] = False
+    return flags
+
+
+def _pieces_end(pieces: Sequence[str], special: Mapping[str, int]) -> Flags:
+    """Whether a sentence may end with each: those with a full stop, perhaps in quotes, or the end of a line."""
+    flags = np.array([p.rstrip("\"')]").endswith((".", "!", "?", "\n", "Ċ")) for p in pieces])
     flags[list(special.values())] = False
     return flags
 
@@ -219,11 +228,11 @@ def _hugging_face(path: Path, content: bytes) -> Tokenizer:
     usual = marked.encode("a")
     begins = len(list(itertools.takewhile(bool, usual.special_tokens_mask)))
 
-    def continues() -> Flags:
+    def pieces() -> list[str]:
         names = [""] * size
         for name, i in vocab.items():
             names[i] = name
-        return _pieces_continue(names, special)
+        return names
 
     return Tokenizer(
         str(path),
@@ -231,7 +240,8 @@ def _hugging_face(path: Path, content: bytes) -> Tokenizer:
         lambda texts: [e.ids for e in plain.encode_batch(list(texts), add_special_tokens=False)],
         lambda text: list(marked.encode(text, add_special_tokens=False).ids),
         lambda ids: str(marked.decode(list(ids), skip_special_tokens=False)),
-        continues,
+        lambda: _pieces_continue(pieces(), special),
+        lambda: _pieces_end(pieces(), special),
         _pick(special, settings, "bos_token", _BOS),
         _pick(special, settings, "eos_token", _EOS),
         _hash(content),
@@ -267,6 +277,7 @@ def _sentencepiece(path: Path, content: bytes) -> Tokenizer:
         encode_special,
         lambda ids: str(model.decode([int(i) for i in ids])),
         lambda: _pieces_continue(pieces, special),
+        lambda: _pieces_end(pieces, special),
         model.bos_id() if model.bos_id() >= 0 else None,
         model.eos_id() if model.eos_id() >= 0 else None,
         _hash(content),
@@ -297,11 +308,11 @@ def _tiktoken(path: Path, content: bytes) -> Tokenizer:
     made = tiktoken.Encoding(path.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
     settings = _settings(path)
 
-    def continues() -> Flags:
+    def pieces() -> list[str]:
         names = [""] * made.n_vocab
         for name, i in ranks.items():
             names[i] = name.decode("utf-8", "replace")
-        return _pieces_continue(names, special)
+        return names
 
     return Tokenizer(
         str(path),
@@ -309,7 +320,8 @@ def _tiktoken(path: Path, content: bytes) -> Tokenizer:
         lambda texts: list(made.encode_ordinary_batch(list(texts), num_threads=1)),
         lambda text: list(made.encode(text, allowed_special="all")),
         lambda ids: str(made.decode([int(i) for i in ids])),
-        continues,
+        lambda: _pieces_continue(pieces(), special),
+        lambda: _pieces_end(pieces(), special),
         _pick(special, settings, "bos_token", _BOS),
         _pick(special, settings, "eos_token", _EOS),
         _hash(content),
