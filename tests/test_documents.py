@@ -145,10 +145,10 @@ def test_skipped_documents_are_counted_by_reason(tmp_path: Path) -> None:
     assert source.parts[0].stream is not None
     assert bytes(source.parts[0].stream.shards[0].tokens) == b"fine\0too"
     assert list(source.notes) == [
-        "data: 2 documents left out: no 'text'",
-        "data: 1 documents left out: not JSON",
-        "data: 1 documents left out: not UTF-8",
-        "data: 1 documents are empty",
+        "data: documents left out (empty): 1",
+        "data: documents left out (no 'text'): 2",
+        "data: documents left out (not JSON): 1",
+        "data: documents left out (not UTF-8): 1",
     ]
 
 

@@ -294,7 +294,7 @@ def test_show_of_a_stream_reads_samples_and_counts_what_it_left_out(tmp_path: Pa
     said = list(show(cfg, samples=3))
     size = (tmp_path / "s.jsonl").stat().st_size
     assert said[1:3] == [
-        f"train: jsonl ({paths[0]}): 1 files, {size / 1e6:,.1f} MB",
+        f"train: jsonl ({paths[0]}): 1 file, {size / 1e6:,.1f} MB",
         f"jsonl ({paths[0]}): read as the run goes on",
     ]
     assert [line for line in said if line.startswith("sample")] == [
@@ -308,8 +308,8 @@ def test_show_of_a_stream_reads_samples_and_counts_what_it_left_out(tmp_path: Pa
         "12 to 15 document from 11 predicted 'ocum', then predicted 'e'",
     ]
     assert said[-2:] == [
-        "1 documents of what was read left out: empty",
-        "1 documents of what was read left out: not JSON",
+        "documents left out of what was read (empty): 1",
+        "documents left out of what was read (not JSON): 1",
     ]
 
 

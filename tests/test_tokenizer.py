@@ -199,7 +199,7 @@ def test_text_that_is_not_utf8_is_an_error_or_counted(tmp_path: Path) -> None:
     cfg = DataConfig("text", 8, 1, 320, paths=(str(tmp_path / "*.txt"),), validation=0.0, tokenizer=name)
     with pytest.raises(DataError, match=r"bad\.txt: not UTF-8"):
         open_source(cfg)
-    assert open_source(replace(cfg, bad="skip")).notes == ("data: 1 documents left out: not UTF-8",)
+    assert open_source(replace(cfg, bad="skip")).notes == ("data: documents left out (not UTF-8): 1",)
 
 
 # ------------------------------------------------------------------------------------------------ conversations
@@ -328,7 +328,7 @@ def test_conversations_that_teach_nothing_are_errors_or_counted(tmp_path: Path, 
     with pytest.raises(DataError, match=rf"a\.jsonl:1: {words}"):
         open_source(cfg)
     source = open_source(replace(cfg, bad="skip"))
-    assert source.train == 1 and source.notes == ("data: 1 documents left out: not a conversation",)
+    assert source.train == 1 and source.notes == ("data: documents left out (not a conversation): 1",)
 
 
 def test_empty_documents_are_counted() -> None:

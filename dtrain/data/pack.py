@@ -129,7 +129,8 @@ def _pack(out: str, options: Options, workers: int, say: Callable[[str], None]) 
         size, seconds = sum(s.counts["bytes"] for s in sinks), max(1e-9, time.perf_counter() - began)
         n, t = (sum(s.counts[k] for s in sinks) for k in ("documents", "tokens"))
         rate = (size - before) / seconds / 1e6
-        return f"{n:,} documents, {t:,} tokens, {size / 1e6:,.1f} MB of text; {rate:.1f} MB/s, {workers} workers"
+        by = "1 worker" if workers == 1 else f"{workers} workers"
+        return f"{n:,} documents, {t:,} tokens, {size / 1e6:,.1f} MB of text; {rate:.1f} MB/s, {by}"
 
     with ExitStack() as files_open:
         sinks = [_Sink(n, dtype, options.chat, state, files_open) for n, state in zip(names, states, strict=True)]
@@ -141,7 +142,7 @@ def _pack(out: str, options: Options, workers: int, say: Callable[[str], None]) 
                 _note(journal, identity, place, left_out, sinks)
             if time.perf_counter() - told > 2:
                 told = time.perf_counter()
-                say(f"file {place.file + 1} of {len(files)}: {progress()}")
+                say(f"{_there(place)} of {len(files)}: {progress()}")
         end = Place(len(files), 0, Counter(reading.counts))
         _note(journal, identity, end, left_out, sinks)  # whoever is stopped while it finishes has only that to do again
         made = [sink.finish(used, bos, eos, options.chat, left_out + reading.counts) for sink in sinks]
@@ -395,6 +396,10 @@ def _note(path: Path, identity: dict[str, Any], place: Place, left_out: Counter[
     os.replace(new, path)
 
 
+def _there(place: Place) -> str:
+    return f"document {place.record:,} of file {place.file + 1:,}" if place.record else f"file {place.file:,}"
+
+
 def _resume(
     path: Path, identity: dict[str, Any], outputs: int, say: Callable[[str], None]
 ) -> tuple[Place, Counter[str], list[dict[str, int]]]:
@@ -408,5 +413,5 @@ def _resume(
     if values["of"] != identity:
         raise DataError(f"{path}: is of another command, or its input has changed; finish that one, or remove it")
     place = Place(values["place"]["file"], values["place"]["record"], Counter(values["place"]["left_out"]))
-    say(f"goes on after document {place.record:,} of file {place.file + 1}")
+    say(f"goes on after {_there(place)}")
     return place, Counter(values["left_out"]), values["counts"]

@@ -62,16 +62,19 @@ def _counts(source: Source, part: Part, kind: str) -> Iterator[str]:
     if part.texts is not None:
         size = sum(part.texts.sizes)
         many = "" if min(part.texts.sizes) < 0 else f", {size / 1e6:,.1f} MB"
-        yield f"{kind}: {part.name}: {len(part.texts.files):,} files{many}"
+        yield f"{kind}: {part.name}: {_files(len(part.texts.files))}{many}"
         return
     if part.stream is None:
         yield f"{kind}: {part.name}: {part.train:,} sequences drawn from a hash"
         return
     n = count_documents(part.stream)
     many = "documents as data.eos says" if n is None else f"{n:,} documents"
+    used = f"{part.train:,} sequences to train on, {part.valid:,} held out"
+    if kind == "held out":
+        used = f"{part.valid:,} sequences"
     yield (
-        f"{kind}: {part.name}: {part.stream.tokens:,} tokens in {len(part.stream.shards):,} files, {many}; "
-        f"{part.train:,} sequences to train on, {part.valid:,} held out, {part.dropped:,} tokens left at the end"
+        f"{kind}: {part.name}: {part.stream.tokens:,} tokens in {_files(len(part.stream.shards))}, {many}; "
+        f"{used}, {part.dropped:,} tokens left at the end"
     )
     if part.bins is not None:
         d = describe(part.bins, stride(source.cfg))
@@ -79,6 +82,10 @@ def _counts(source: Source, part: Part, kind: str) -> Iterator[str]:
             f"  {source.cfg.packing}: {d['pieces']:,} pieces in {d['sequences']:,} sequences, {d['filled']:.1%} "
             f"of their places filled; {d['short']:,} documents too short to learn from"
         )
+
+
+def _files(n: int) -> str:
+    return "1 file" if n == 1 else f"{n:,} files"
 
 
 def _lengths(part: Part) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

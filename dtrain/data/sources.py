@@ -66,9 +66,7 @@ def open_source(cfg: DataConfig) -> Source:
         size = max(cfg.vocab, mine.size + len(tokenizer.BERT))
         known = (torch.from_numpy(f) for f in (mine.continues(), mine.ends()))
         words = Words(*(torch.cat([f, torch.zeros(size - len(f), dtype=torch.bool)]) for f in known))
-    notes += [f"data: {n:,} documents left out: {why}" for why, n in sorted(faults.counts.items()) if why != "empty"]
-    if faults.counts["empty"]:
-        notes.append(f"data: {faults.counts['empty']:,} documents are empty")
+    notes += [f"data: documents left out ({why}): {n:,}" for why, n in sorted(faults.counts.items()) if n]
     digest = parts[0].hash
     if len(parts) > 1 or apart:
         digest = hashlib.sha256("".join(p.hash for p in [*parts, *apart]).encode()).hexdigest()

@@ -93,7 +93,7 @@ class Reader:
     def notes(self) -> list[str]:
         """Lines on documents that were left out so far."""
         total = sum(map(Counter, self.left_out.values()), Counter[str]())
-        return [f"{n:,} documents of what was read left out: {why}" for why, n in sorted(total.items())]
+        return [f"documents left out of what was read ({why}): {n:,}" for why, n in sorted(total.items())]
 
 
 def _sequences(source: Source, k: int, start: Cursor) -> Iterator[tuple[Callable[[], Read], Cursor, Mapping[str, int]]]:
