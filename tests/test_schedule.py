@@ -318,8 +318,8 @@ def test_prefetch_written_out():
 @settings(deadline=None, max_examples=100)
 @given(st.sampled_from(SCHEDULES), st.integers(1, 4), st.integers(1, 6), st.integers(0, 3), st.integers(0, 3))
 def test_passes_move_starts_and_waits_and_nothing_else(schedule, pp, microbatches, distance, most):
-    """All else keeps its order; at most one unit more is gathered for each of the distance, and no more than `most`
-    reductions are in flight."""
+    """All else keeps its order, but the step's REDUCE of a unit comes behind its microbatches' waits; at most one unit
+    more is gathered for each of the distance, and no more than `most` reductions of a sort are in flight."""
     order = compute_order(schedule, pp, CHUNKS.get(schedule, 1), microbatches)
     owner = coordinate_of(schedule, pp, CHUNKS.get(schedule, 1))
     stages = unit_ranges([1] * len(owner))
@@ -338,13 +338,22 @@ def test_passes_move_starts_and_waits_and_nothing_else(schedule, pp, microbatche
             assert [a for a in before if a.kind == moving and a.what != "grads"] == [
                 a for a in after if a.kind == moving and a.what != "grads"
             ]
-        still = ("UNSHARD", "WAIT")
-        assert [a for a in before if a.kind not in still] == [a for a in after if a.kind not in still]
-        held, flying = 0, 0
+
+        def still(a):
+            return a.kind not in ("UNSHARD", "WAIT") and (a.kind, a.mb) != ("REDUCE", -1)
+
+        assert list(filter(still, before)) == list(filter(still, after))
+        held, flying = 0, {False: [], True: []}
         for a in after:
             held += {"UNSHARD": 1, "FREE": -1}.get(a.kind, 0)
-            flying += 1 if a.kind == "REDUCE" else -1 if a.what == "grads" and a.kind == "WAIT" else 0
-            assert held <= 1 + distance and flying <= max(1, most)
+            if a.kind == "REDUCE":
+                assert a.mb >= 0 or all(unit != a.unit for unit, _ in flying[False])
+                flying[a.mb < 0].append((a.unit, a.mb))
+            elif a.kind == "WAIT" and a.what == "grads":
+                flying[a.mb < 0].remove((a.unit, a.mb))
+            assert held <= 1 + distance and all(len(f) <= max(1, most) for f in flying.values())
+        assert not any(flying.values())
+        assert {a for a in before if a.kind == "REDUCE"} == {a for a in after if a.kind == "REDUCE"}
 
 
 def test_reductions_are_waited_for_late():
@@ -356,10 +365,10 @@ def test_reductions_are_waited_for_late():
         return text[text.index("B(2, 1)") :]
 
     assert todo(1) == (
-        "B(2, 1) WAIT grads(1, 0) REDUCE(2) B(1, 1) WAIT grads(2) REDUCE(1, 1) WAIT grads(1, 1) REDUCE(1) "
-        "B(0, 1) WAIT grads(1) REDUCE(0) WAIT grads(0) UPDATE"
+        "B(2, 1) REDUCE(2) B(1, 1) WAIT grads(1, 0) REDUCE(1, 1) B(0, 1) WAIT grads(1, 1) WAIT grads(2) REDUCE(1) "
+        "WAIT grads(1) REDUCE(0) WAIT grads(0) UPDATE"
     )
     assert todo(2) == (
-        "B(2, 1) REDUCE(2) B(1, 1) WAIT grads(1, 0) REDUCE(1, 1) WAIT grads(2) WAIT grads(1, 1) REDUCE(1) "
-        "B(0, 1) REDUCE(0) WAIT grads(1) WAIT grads(0) UPDATE"
+        "B(2, 1) REDUCE(2) B(1, 1) REDUCE(1, 1) B(0, 1) WAIT grads(1, 0) WAIT grads(1, 1) REDUCE(1) WAIT grads(2) "
+        "REDUCE(0) WAIT grads(1) WAIT grads(0) UPDATE"
     )

@@ -412,21 +412,37 @@ def prefetch(todo: Sequence[Action], distance: int) -> list[Action]:
 
 
 def defer(todo: Sequence[Action], most: int) -> list[Action]:
-    """Place the waits for reductions anew: each only when `most` are in flight and another starts, before the
-    step's REDUCE of its unit, or at UPDATE; with 0 at once. Costs that many units' packed gradients."""
+    """Place the waits for reductions anew: each only when `most` of its sort (of a microbatch, of the step) are in
+    flight and another starts, or at UPDATE; with 0 at once. The step's REDUCE of a unit comes behind the waits for
+    those of its microbatches, so that the last of these runs beside the next unit's backward too. Costs that many
+    units' packed gradients."""
     out: list[Action] = []
-    flying: list[Action] = []
+    flying: dict[bool, list[Action]] = {False: [], True: []}  # waits for reductions of microbatches, and of the step
+    held: list[Action] = []  # the step's REDUCEs from the first on whose unit has a microbatch's in flight
+
+    def start(action: Action) -> None:
+        mine = flying[action.mb < 0]
+        out.extend(mine.pop(0) for _ in range(min(len(mine), len(mine) - most + 1)))
+        out.append(action)
+        mine.append(Action("WAIT", action.unit, action.mb, what="grads"))
+        if not most:
+            out.append(mine.pop())
+        while held and all(a.unit != held[0].unit for a in flying[False]):
+            start(held.pop(0))
+
     for action in todo:
         if action.kind == "WAIT" and action.what == "grads":
             continue
-        if action.kind == "REDUCE":
-            own = [a for a in flying if a.unit == action.unit and action.mb < 0]
-            while flying and (len(flying) >= most or (own and own[-1] in flying)):
-                out.append(flying.pop(0))
         if action.kind == "UPDATE":
-            out += flying
-        out.append(action)
-        if action.kind == "REDUCE":
-            flying.append(Action("WAIT", action.unit, action.mb, what="grads"))
-            out += [flying.pop()] if not most else []
+            out += flying[False]
+            flying[False].clear()
+            while held:
+                start(held.pop(0))
+            out += flying[True]
+        if action.kind != "REDUCE":
+            out.append(action)
+        elif action.mb < 0 and (held or any(a.unit == action.unit for a in flying[False])):
+            held.append(action)
+        else:
+            start(action)
     return out
