@@ -11,48 +11,28 @@ from __future__ import annotations
 
 import argparse
 import csv
-import hashlib
 import json
-import multiprocessing
-import os
-import pickle
 import random
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE)]
+from reading import Read, cut, read_all  # noqa: E402
 from rows import ONE_LAYER, Row, SkipError, complete, layout_of, source_of, sweep_of  # noqa: E402
 
-import dtrain  # noqa: E402
 from dtrain import layout as layouts  # noqa: E402
-from dtrain.layout import Layout, LayoutError  # noqa: E402
+from dtrain.layout import Layout  # noqa: E402
 from dtrain.plan import Plan, plan, seconds  # noqa: E402
-from dtrain.plan.loads import Loads, loads_of  # noqa: E402
-from dtrain.plan.memory import capacity, context, memories, total  # noqa: E402
+from dtrain.plan.memory import capacity, context, total  # noqa: E402
 from dtrain.plan.timeline import COMPUTE, Timeline, timed  # noqa: E402
-from dtrain.program.lower import lower  # noqa: E402
-from dtrain.sharding import LoweringError  # noqa: E402
 
-Say = Callable[[str], None]
-PACKAGE = Path(dtrain.__file__).parent
-# What lowering and memory are made of.
-LOWERING = (
-    *("program/*.py", "models/*.py", "layout/*.py"),
-    *(f"plan/{name}.py" for name in ("__init__", "memory", "footprint", "liveness", "loads")),
-    *("axes.py", "hardware.py", "mesh.py", "ops.py", "rng.py", "sharding.py", "storage.py"),
-)
 LEAST = 4  # rows of a sweep, below which an order says nothing
 
 
@@ -68,15 +48,6 @@ class Found:
 
 
 # ------------------------------------------------------------------------------------------------- predictions
-
-
-@dataclass(frozen=True)
-class Read:
-    """What is read off a row's lowered program: its loads, and the bytes that its heaviest rank holds, without the
-    reserve. Neither depends on the constants."""
-
-    loads: Loads
-    held: int
 
 
 def sample_of(rows: Sequence[Row], n: int) -> list[Row]:
@@ -100,82 +71,6 @@ def skipped(row: Row) -> str:
     except SkipError as error:
         return str(error)
     return ""
-
-
-def read_all(rows: Sequence[Row], cache: Path, workers: int = 2, say: Say = lambda line: None) -> dict[str, Read | str]:
-    """What is read off the rows' programs, by id, or why a row is skipped. Each program is lowered once for all rows
-    that share it, and kept in the folder `cache`, so that a run that is stopped goes on where it was."""
-    out: dict[str, Read | str] = {}
-    shared: dict[str, list[Row]] = {}
-    for row in rows:
-        try:
-            made = shortened(layout_of(row))
-            shared.setdefault(repr((made.job, made.layout.run.compile)), []).append(row)
-        except (SkipError, LayoutError) as error:
-            out[row["id"]] = str(error)
-    cache.mkdir(parents=True, exist_ok=True)
-    began, done = time.monotonic(), 0
-    with _mapping(workers) as map_:
-        for found in map_(_read_rows, shared.values(), [cache] * len(shared)):
-            out |= found
-            done += len(found)
-            say(f"{done} of {sum(map(len, shared.values()))} rows, {time.monotonic() - began:.0f} s")
-    return out
-
-
-@contextmanager
-def _mapping(workers: int) -> Iterator[Callable[..., Iterable[Any]]]:
-    """map in this process, or over processes of one thread each (spawned: forked ones would inherit torch's)."""
-    if workers == 1:
-        yield map
-        return
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, spawn, torch.set_num_threads, (1,)) as pool:
-        yield pool.map
-
-
-def _read_rows(rows: Sequence[Row], cache: Path) -> dict[str, Read | str]:
-    """The rows of one program."""
-    layouts_ = {row["id"]: layout_of(row) for row in rows}
-    path = cache / (hashlib.sha256(repr((code(), layouts_)).encode()).hexdigest()[:24] + ".pickle")
-    if path.exists():
-        found: dict[str, Read | str] = pickle.loads(path.read_bytes())
-        return found
-    made = {name: shortened(layout) for name, layout in layouts_.items()}
-    first = next(iter(made.values()))
-    try:
-        program = lower(first.job)
-    except LoweringError as error:
-        found = {name: str(error) for name in made}
-    else:
-        loads = loads_of(program, first.layout.run.compile != "off")
-        found = {
-            name: Read(loads, max(m.peak - m.reserve for m in memories(plan, program))) for name, plan in made.items()
-        }
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_bytes(pickle.dumps(found))
-    part.replace(path)
-    return found
-
-
-@cache
-def code() -> str:
-    """A digest of the code that what is read off a program depends on."""
-    digest = hashlib.sha256((HERE / "squared_relu.py").read_bytes())
-    for file in sorted(f for part in LOWERING for f in PACKAGE.glob(part)):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-def shortened(layout: Layout, times: int = 4) -> Plan:
-    """The plan of a layout, of a step of at most `times` microbatches for each stage: the pipeline is full by then,
-    and more of them add the same time each and no memory but their tokens."""
-    return plan(_cut(layout, min(layouts.microbatches(layout), times * layout.sizes["pp"])))
-
-
-def _cut(layout: Layout, microbatches: int) -> Layout:
-    batch = layout.data.batch // layouts.microbatches(layout) * microbatches
-    return layout.model_copy(update={"data": layout.data.model_copy(update={"batch": batch})})
 
 
 @dataclass(frozen=True)
@@ -203,7 +98,7 @@ def timing(row: Row, read: Read) -> Timed:
     layout = layout_of(row)
     whole, stages = layouts.microbatches(layout), layout.sizes["pp"]
     counts = (whole,) if whole <= 4 * stages else (3 * stages, 4 * stages)
-    return Timed(row, layout, read, tuple(plan(_cut(layout, n)) for n in counts), counts)
+    return Timed(row, layout, read, tuple(plan(cut(layout, n)) for n in counts), counts)
 
 
 def predict_row(of: Timed, constants: seconds.Constants | None = None) -> Found:

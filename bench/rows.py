@@ -24,17 +24,19 @@ HERE = Path(__file__).resolve().parent
 class Framework:
     """What a training framework does of its own. `fused`: norms, rotations and losses are kernels of its own or of a
     compiler; else operations of the model, as an uncompiled run of dtrain has them. `attention`: its kernel where the
-    row names none; `dropout`: the rate it trains GPT with."""
+    row names none; `dropout`: the rate it trains GPT with; `async_tp`: whether gathers and reduce-scatters of the
+    sequence travel beside the products that they feed."""
 
     fused: bool
     attention: str
     dropout: float = 0.0
+    async_tp: bool = False
 
 
 # Fused kernels for bias, gelu, dropout, masks and softmax, attention as products of matrices.
 MEGATRON = Framework(fused=True, attention="math", dropout=0.1)
 # Megatron-Core in NeMo and Megatron-Bridge: Transformer Engine's kernels.
-CORE = Framework(fused=True, attention="auto")
+CORE = Framework(fused=True, attention="auto", async_tp=True)
 # Models with kernels for norms and rotations: nanotron's; Composer's and GPT-NeoX's of 2023, with the first
 # FlashAttention, which is as fast as the memory-efficient kernel.
 KERNELS = Framework(fused=True, attention="flash")
@@ -131,8 +133,6 @@ def _values(row: Row) -> dict[str, Any]:
         raise SkipError("dims do not multiply to the GPUs")
     framework, kernels = FRAMEWORKS[source_of(row)], row["compile_kernels"]
     fused = framework.fused or kernels.startswith("compile") or "RMS kernel" in kernels
-    if "asyncTP" in kernels:
-        raise SkipError("asynchronous tensor parallelism")
     mesh, shard = _sharding(row)
     node = min(n["gpus_per_node"], n["n_gpus"])
     model = _model(row, framework)
@@ -154,7 +154,12 @@ def _values(row: Row) -> dict[str, Any]:
             "batch": n["global_batch"],
             "microbatch": n["micro_batch"],
         },
-        "kernels": {"attention": _attention(row, framework)},
+        # No framework of these cuts the loss into pieces.
+        "kernels": {
+            "attention": _attention(row, framework),
+            "async_tp": _async_tp(row, framework),
+            "loss_chunks": 1,
+        },
         "run": {
             "steps": 1,
             "precision": _precision(row),
@@ -240,6 +245,12 @@ def _attention(row: Row, framework: Framework) -> str:
     if "flash" in kernels:
         return "efficient" if "v1" in kernels else framework.attention
     return "math" if "softmax" in kernels or kernels in ("torch", "fused") else framework.attention
+
+
+def _async_tp(row: Row, framework: Framework) -> bool:
+    """Where there are sequences over tp, inside a node."""
+    there = row["sp"] == "1" and 1 < int(row["tp"]) <= int(row["gpus_per_node"])
+    return there and ("asyncTP" in row["compile_kernels"] or framework.async_tp)
 
 
 def _pipeline(row: Row) -> dict[str, Any]:

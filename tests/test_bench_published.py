@@ -18,6 +18,7 @@ BENCH = Path(__file__).parent.parent / "bench"
 sys.path[:0] = [str(BENCH)]
 
 import published  # noqa: E402
+import reading  # noqa: E402
 import rows  # noqa: E402
 from published import Found  # noqa: E402
 
@@ -82,12 +83,12 @@ def test_a_few_rows_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_a_kept_program_is_not_lowered_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = ALL["meg20-v100-tp1"]
-    first = published.read_all([row], tmp_path, 1)
-    monkeypatch.setattr(published, "lower", lambda job: pytest.fail("lowered again"))
-    assert published.read_all([row], tmp_path, 1) == first
-    monkeypatch.setattr(published, "code", lambda: "other code")
+    first = reading.read_all([row], tmp_path, 1)
+    monkeypatch.setattr(reading, "trace", lambda job: pytest.fail("lowered again"))
+    assert reading.read_all([row], tmp_path, 1) == first
+    monkeypatch.setattr(reading, "code", lambda: "other code")
     with pytest.raises(pytest.fail.Exception, match="lowered again"):
-        published.read_all([row], tmp_path, 1)
+        reading.read_all([row], tmp_path, 1)
 
 
 @pytest.mark.parametrize("mesh", ["dp2", "pp2"])
@@ -97,8 +98,8 @@ def test_a_long_step_is_as_long_as_its_microbatches_say(mesh: str) -> None:
     loads = loads_of(lower(made.job), True)
     row = {**ALL["meg20-v100-tp1"], "id": "x"}
     counts = (3 * made.layout.sizes["pp"], 4 * made.layout.sizes["pp"])
-    plans = tuple(published.plan(published._cut(made.layout, n)) for n in counts)
-    cut = published.Timed(row, made.layout, published.Read(loads, 0), plans, counts)
+    plans = tuple(reading.plan(reading.cut(made.layout, n)) for n in counts)
+    cut = published.Timed(row, made.layout, reading.Read(loads, 0), plans, counts)
     assert made.microbatches > 4 * made.layout.sizes["pp"]
     assert cut.step() == pytest.approx(timed(made, loads).step, rel=1e-9)
 
