@@ -212,11 +212,7 @@ def start(path: str, overrides: list[str], quiet: bool, work: Work | None = None
             if not line and (seat is None or seat.rank == 0):
                 held.enter_context(_claimed(layout))
         except Exception as error:
-            if not watch.is_ours(error):
-                raise
-            if seat is None or seat.rank == 0:
-                _say(str(error))
-            return MISTAKE
+            return _refused(error, seat)
         if line:
             if seat is None or seat.rank == 0:
                 print(line, flush=True)
@@ -270,12 +266,17 @@ def _with_model(
         if seat is not None:
             check_seat(layout, seat)
     except Exception as error:
-        if not watch.is_ours(error):
-            raise
-        if seat is None or seat.rank == 0:
-            _say(str(error))
-        return MISTAKE
+        return _refused(error, seat)
     return _perform_all(layout, seat, True, work)
+
+
+def _refused(error: Exception, seat: Seat | None) -> int:
+    """A mistake of the user's, told once in one line; what is none is raised again."""
+    if not watch.is_ours(error):
+        raise error
+    if seat is None or seat.rank == 0:
+        _say(str(error))
+    return MISTAKE
 
 
 def _perform_all(layout: Layout, seat: Seat | None, quiet: bool, work: Work) -> int:

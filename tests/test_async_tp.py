@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, library
 from torch.distributed import _symmetric_memory
 
 from dtrain.mesh import Groups, Mesh, join, simulate, stand_ins
@@ -32,11 +32,11 @@ def one_thread() -> None:
 def on_cpu() -> Iterator[None]:
     """torch has these operations for CUDA alone; its own description of them (what it gives to fake tensors) computes
     the same with a collective and a product."""
-    library = torch.library.Library("symm_mem", "IMPL")
+    stand_in = library.Library("symm_mem", "IMPL")
     for op in OPS:
-        library.impl(op, getattr(_symmetric_memory, f"_{op}_fallback"), "CPU")
+        stand_in.impl(op, getattr(_symmetric_memory, f"_{op}_fallback"), "CPU")
     yield
-    library._destroy()
+    stand_in._destroy()
 
 
 def cut_of(g: Graph) -> Cut:

@@ -240,12 +240,12 @@ def flash_of_this_test() -> Iterator[list[Tensor]]:
         # Inside of an operation autograd is off; a thread of its own begins anew.
         return alone.submit(differentiate, grad, q, k, v, out, lse, ends).result()
 
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_flash_attention_forward", forward, "CPU")
-    library.impl("_flash_attention_backward", backward, "CPU")
+    stand_in = library.Library("aten", "IMPL")
+    stand_in.impl("_flash_attention_forward", forward, "CPU")
+    stand_in.impl("_flash_attention_backward", backward, "CPU")
     with ThreadPoolExecutor(1) as alone:
         yield seen
-    library._destroy()
+    stand_in._destroy()
 
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
